@@ -7,6 +7,7 @@ Names are loaded when the first one is used: launchers need a few modules only, 
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,7 +25,21 @@ else:
         if name == "__all__" or name in arrays.__all__:
             value = globals()[name] = getattr(arrays, name)
             return value
-        raise AttributeError(f"module 'hvdlite' has no attribute '{name}'")
+        hint = "" if name[:1] == "_" else (": this is the frontend for arrays; for PyTorch import hvdlite_torch as hvd, for "
+                                           "TensorFlow hvdlite_tf, for Keras hvdlite_tf.keras")
+        raise AttributeError(f"module 'hvdlite' has no attribute '{name}'{hint}")
+
+    _FRONTENDS = {"hvdlite.torch": "hvdlite_torch", "hvdlite.tensorflow": "hvdlite_tf", "hvdlite.keras": "hvdlite_tf.keras"}
+
+    class _Frontends:
+        """Gives the right names for imports that are spelled as Horovod's."""
+
+        @staticmethod
+        def find_spec(name: str, *arguments: Any) -> None:
+            if name in _FRONTENDS:
+                raise ModuleNotFoundError(f"there is no {name}: import {_FRONTENDS[name]} as hvd", name=name)
+
+    sys.meta_path.append(_Frontends)
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__getattr__("__all__")})
+        return sorted({*__getattr__("__all__"), "elastic"})

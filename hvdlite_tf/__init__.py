@@ -68,3 +68,7 @@ def __getattr__(name: str) -> Any:
         raise
     _patch_frameworks()
     return module if name in ("elastic", "keras") else getattr(module, name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -33,6 +33,7 @@ from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.gradients.arrays import Gradient, Rows
 from hvdlite.training.gradients.framework import SMALL
 from hvdlite.training.objects import allgather_object
+from hvdlite.training.replicas import VALUES
 from hvdlite.training.step_reducer import ArrayStepReducer, current_weight
 from hvdlite_tf import gpu
 from hvdlite_tf.arrays import as_array, as_tensor, run
@@ -131,6 +132,7 @@ class TensorFlowStepReducer(ArrayStepReducer):
         counted = None if current_weight() is None else float(current_weight())
         self._enqueue(given, variables, counted)
         reduced = self._finish(variables, counted)
+        self._compare_first()
         return {slot: [as_tensor(part) for part in _parts(gradient)] for slot, gradient in reduced.items()}
 
     def _reduce_in_graph(self, sent: dict[int, _Sent], variables: dict[int, Any]) -> dict[int, list[tf.Tensor]]:
@@ -178,6 +180,7 @@ class TensorFlowStepReducer(ArrayStepReducer):
             given |= {slot: _zeros(kinds[slot], *spec) for slot, spec in lacking.items()}
             self._enqueue(given, slots, own_weight)
             reduced = self._finish(kinds, own_weight)
+            self._compare_first()
             return [part for slot in kinds for part in _parts(reduced[slot])]
         counted_here = bool(counted)
         dtypes, shapes = [], []
@@ -209,8 +212,19 @@ class TensorFlowStepReducer(ArrayStepReducer):
             rows = self.take_part().allgather(f"{self.label}.weights", rounds.weights.take_rows(),
                                               process_set=self._process_set_id).wait()
             reduced = _times(reduced, rounds.weights.factor(rows))
+        self._compare_first()
         self._step_begins()
         return reduced
+
+    def _compare_first(self) -> None:
+        def few_values() -> tuple[Sequence[str], Array]:
+            named = [(self._name_of(slot), variable()) for variable, slot in self._slots.values()]
+            named = [(name, each) for name, each in named if hasattr(each, "assign") and tf.as_dtype(each.dtype).is_floating]
+            flat = [tf.reshape(getattr(each, "_value", each), [-1]) for _, each in named]
+            values = [tf.cast(each[::max(1, len(each) // VALUES)][:VALUES], tf.float32) for each in flat]
+            rows = [np.pad(each.numpy(), (0, VALUES - len(each))) for each in values]
+            return [name for name, _ in named], np.array(rows, np.float32).reshape(-1, VALUES)
+        self._compare_once(few_values)
 
     def _spec(self, slot: int, variable: Any) -> tf.TensorSpec:
         """Return shape and dtype of a gradient that this rank lacks.

@@ -102,7 +102,12 @@ else:
         import importlib.util
 
         if name in _WHERE:
-            return getattr(importlib.import_module(f"hvdlite_torch.{_WHERE[name]}"), name)
+            try:
+                return getattr(importlib.import_module(f"hvdlite_torch.{_WHERE[name]}"), name)
+            except ModuleNotFoundError as error:
+                if error.name != "torch":
+                    raise
+                raise ImportError(f"hvdlite_torch.{name} needs torch: pip install 'hvdlite[torch]'") from None
         if not name.startswith("_") and importlib.util.find_spec(f"hvdlite_torch.{name}"):
             return importlib.import_module(f"hvdlite_torch.{name}")
         from hvdlite import frontend, join
@@ -116,4 +121,4 @@ else:
         raise AttributeError(f"module 'hvdlite_torch' has no attribute {name!r}")
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *__getattr__("__all__")})
+        return sorted(__getattr__("__all__"))

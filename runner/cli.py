@@ -90,6 +90,7 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         raise LaunchError("--until compares values of an option: give --sweep too, such as --sweep batch-size=64,128,256")
     if sum([options.scaling is not None, options.sweep is not None, options.profile]) > 1:
         raise LaunchError("give only one of --scaling, --sweep and --profile")
+    placement.check_is_alone(environ, _command(options))
     compares = options.scaling is not None or options.sweep is not None
     if (options.record or options.metrics) and (compares or options.profile or (options.mpi and not is_elastic(options))):
         raise LaunchError("--record and --metrics are about one job whose ranks hvdrun starts itself: leave out --scaling, "
@@ -117,7 +118,7 @@ def _compare(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     from hvdlite_runner.reports import scaling
     from hvdlite_runner.reports.time_to_target import MetricTarget, compare_times
     if options.scaling is not None:
-        jobs = [(str(size), job_settings(options, environ, size)) for size in options.scaling]
+        jobs = scaling.with_equal_threads([(str(size), job_settings(options, environ, size)) for size in options.scaling])
         return scaling.compare_sizes(jobs, environ, options.results or "scaling")
     name, values = scaling.parse_sweep(options.sweep)
     target = None if options.until is None else MetricTarget.parse(options.until)
@@ -188,7 +189,7 @@ def job_settings(options: argparse.Namespace, environ: Mapping[str, str], size: 
         environ.get("SLURMD_NODENAME", ""), settings, shell, working_directory=options.working_directory or "",
         start_timeout=timeout_or_inf(Config.from_environment({**environ, **settings}).start_timeout),
         grace=options.grace, interfaces=_interfaces(options), coordinator_port=options.coordinator_port,
-        over_tcp=settings.get(control, environ.get(control)) == "tcp", share_cores="OMP_NUM_THREADS" not in environ,
+        over_tcp=settings.get(control, environ.get(control)) == "tcp", share_cores=int("OMP_NUM_THREADS" not in environ),
         output=OutputSettings(options.output_filename, options.prefix, options.timestamps, options.show, options.fold),
         bind=options.bind, has_input=options.stdin and not is_elastic(options), verbose=options.verbose,
         task_directory=options.task_directory, preemption_script=options.preemption_script or "",

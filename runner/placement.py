@@ -8,10 +8,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
+import shlex
 import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
+from hvdlite.core import launch_contract as contract
 from hvdlite.core.errors import LaunchError
 
 LOCAL = "localhost"
@@ -160,6 +162,27 @@ def cores_for(rank: int, size: int, cores: list[int]) -> list[int]:
     """Return the cores that `rank` is bound to: an equal share, or one core in turn when there are too few."""
     share = len(cores) // size
     return cores[rank * share:(rank + 1) * share] if share else [cores[rank % len(cores)]]
+
+
+def check_is_alone(environ: Mapping[str, str], command: Sequence[str]) -> None:
+    """Refuse a job that would be started in each of several tasks: all would train, and write the same files.
+
+    A rank that has joined its own job may start others.
+
+    Args:
+        command: of the job.
+
+    Raises:
+        LaunchError: with the command that starts one job.
+    """
+    words = shlex.join(command)
+    for launcher, rank, size, instead in (
+            ("hvdrun", contract.RANK, contract.SIZE, f"hvdrun -np {environ.get(contract.SIZE)} {words}"),
+            ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS",
+             f"hvdrun {words} in the script of sbatch or the shell of salloc, or srun {words} without hvdrun")):
+        if rank in environ and environ.get(size, "1") != "1" and not (launcher == "hvdrun" and contract.JOINED in environ):
+            raise LaunchError(f"{launcher} runs this hvdrun {environ[size]} times, here as number {environ[rank]}, and each "
+                              f"would start a training of its own. Run one: {instead}. If you want them all, unset {size}")
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

@@ -99,6 +99,7 @@ class LaunchInfo:
     how_to_have_a_key: str = ""  # for ranks that need one and have none
     rank_names: tuple[str, ...] = ()  # in errors, where the ranks of this world have other numbers elsewhere
     identity: str = ""  # the launcher's ids of the job, or the id of a world whose ranks have met in a store
+    variables: tuple[str, ...] = ()  # NAME=value of rank and size, unless hvdrun has given them
 
     @property
     def job(self) -> str:
@@ -182,7 +183,9 @@ def _launch_info(environment: Environment, environ: Mapping[str, str], parent: i
     return LaunchInfo(environment.name, world, directory, coordinator, key, not given, is_mpi,
                       not is_mpi or environment.local_rank in environ,
                       coordinator_port=_number(environ, contract.COORDINATOR_PORT, environment, default=0),
-                      how_to_have_a_key=how_to_have_a_key(environ), identity=ids)
+                      how_to_have_a_key=how_to_have_a_key(environ), identity=ids,
+                      variables=() if given else tuple(f"{name}={environ[name]}"
+                                                   for name in (environment.rank, environment.size)))
 
 
 def torch_variables(environ: Mapping[str, str], parent: int) -> dict[str, str]:

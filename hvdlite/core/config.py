@@ -226,7 +226,8 @@ class Config:
         False, _flag, "make a repeated run give the same bits on every plane: fusion and buckets depend on names, not on "
         "the times at which tensors become ready")
     replica_check_steps: int = knob(
-        0, _at_least(0), "compare the parameters of all ranks after every this many steps of an optimizer; 0 is never")
+        0, _at_least(0), "compare the parameters of all ranks after every this many steps of an optimizer; 0: only a few "
+        "values of each, after the first step, as a warning")
     autotune: bool = knob(
         False, _flag, "search for the best fusion threshold, bucket sizes and sizes of the shm plane while training",
         AUTOTUNE=_same)

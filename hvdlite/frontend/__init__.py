@@ -31,15 +31,19 @@ from hvdlite.boundaries import stop_requested
 from hvdlite.core.errors import (
     CheckpointError,
     ConfigError,
+    DeadlockError,
     DuplicateNameError,
+    ForkedProcessError,
     HorovodInternalError,
     HvdliteError,
     LaunchError,
     MismatchError,
     NotInitializedError,
+    OperationTimeoutError,
     PeerFailedError,
     PeerLeftError,
     PeerLostError,
+    ProtocolError,
     ReplicaMismatchError,
     StallError,
     StepFailedError,
@@ -62,15 +66,18 @@ from hvdlite.frontend.built import (
     sycl_built,
 )
 from hvdlite.ops import barrier
+from hvdlite.training.gradients.errors import GradientOrderError
 from hvdlite.training.slowness import log_slowness, slowness
 
 __all__ = [
-    "Adasum", "Average", "CheckpointError", "ConfigError", "DuplicateNameError", "HorovodInternalError", "HvdliteError",
-    "LaunchError", "Max", "Min", "MismatchError", "NotInitializedError", "PeerFailedError", "PeerLeftError", "PeerLostError",
-    "ProcessSet", "Product", "ReduceOp", "ReplicaMismatchError", "StallError", "StepFailedError", "Sum", "UnsupportedError",
-    "__version__", "add_process_set", "barrier", "ccl_built", "check_extension", "cross_rank", "cross_size", "cuda_built",
-    "ddl_built", "global_process_set", "gloo_built", "gloo_enabled", "init", "is_homogeneous", "is_initialized",
-    "local_rank", "local_size", "log_slowness", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "rank",
+    "Adasum", "Average", "CheckpointError", "ConfigError", "DeadlockError", "DuplicateNameError", "ForkedProcessError",
+    "GradientOrderError", "HorovodInternalError", "HvdliteError", "LaunchError", "Max", "Min", "MismatchError",
+    "NotInitializedError", "OperationTimeoutError", "PeerFailedError", "PeerLeftError", "PeerLostError", "ProcessSet",
+    "Product", "ProtocolError", "ReduceOp", "ReplicaMismatchError", "StallError", "StepFailedError", "Sum",
+    "UnsupportedError", "__version__",
+    "add_process_set", "barrier", "ccl_built", "check_extension", "cross_rank", "cross_size", "cuda_built", "ddl_built",
+    "global_process_set", "gloo_built", "gloo_enabled", "init", "is_homogeneous", "is_initialized", "local_rank",
+    "local_size", "log_slowness", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "rank",
     "record_metrics", "record_step", "remove_process_set", "rocm_built", "shutdown", "size", "slot", "slowness",
     "start_timeline", "stop_requested", "stop_timeline", "story", "sycl_built",
 ]

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import hmac
 import json
+import logging
 import os
 import secrets
 import signal
@@ -39,6 +40,7 @@ from hvdlite.core.launch_contract import (
 )
 from hvdlite.core.own_programs import module_command
 
+_log = logging.getLogger("hvdlite")
 _DIGEST: Final = hashlib.sha256
 _MAC_BYTES: Final = 32
 
@@ -102,6 +104,9 @@ def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str,
     refused = [name for name, value in horovods.items() if value is not None and name not in _IGNORED]
     if refused:
         raise ValueError(f"run() has no use for {', '.join(refused)} in this version")
+    if not callable(func):
+        raise ValueError("run() calls the function on every rank: pass the function, as in run(train, np=2), and not what "
+                         f"it returns ({func!r})")
     size = np if np is not None else num_proc
     least, most = (min_np if min_np is not None else min_num_proc), (max_np if max_np is not None else max_num_proc)
     if sum(given is not None for given in (hosts, hostfile, host_discovery_script)) > 1:
@@ -119,6 +124,7 @@ def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str,
                          "tensors with env or options")
     if size is None and hosts is None and hostfile is None and not is_elastic:
         size = 1
+        _log.warning("run() without np starts one rank; pass np=2 for two")
     flags = {"-np": size, "--min-np": least, "--max-np": most, "--slots-per-host": slots, "--reset-limit": reset_limit,
              "--host-discovery-script": host_discovery_script,
              "-H": hosts, "--hostfile": hostfile, "--start-timeout": start_timeout, "--ssh-port": ssh_port,

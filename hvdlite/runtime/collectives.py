@@ -38,12 +38,16 @@ class Collectives:
     Args:
         eager_limit: bytes; smaller tensors are sent along with their requests.
         blocking_limit: likewise for allreduces whose caller blocks.
+
+    Attributes:
+        exchanged: the values that this rank has given to collectives, apart from gradient sets.
     """
 
     def __init__(self, world: World, handoff: Handoff, eager_limit: int, blocking_limit: int) -> None:
         self._world, self._inbox, self._waiters, self._state = world, handoff.inbox, handoff.waiters, handoff.state
         self._mailboxes = handoff.mailboxes
         self._eager_limit, self._blocking_limit = eager_limit, blocking_limit
+        self.exchanged = 0
 
     def members(self, process_set: int) -> tuple[int, ...]:
         """Return the ranks of a process set, ascending.
@@ -80,6 +84,7 @@ class Collectives:
         op = ReduceOp(op)
         dtype, prescale, postscale = reducible(name, source, output, op), float(prescale), float(postscale)
         check_writeable(name, output)
+        self.exchanged += output.size
 
         def entry() -> Entry:
             request = Request(name, Collective.ALLREDUCE, dtype, output.shape, op=op, prescale=prescale, postscale=postscale,
@@ -122,6 +127,7 @@ class Collectives:
             in_place: whether the result goes to `source`; else it becomes a new array, or there is none.
         """
         output = source if in_place else None
+        self.exchanged += 0 if source is None else source.size
 
         def entry() -> Entry:
             sources: list[AnyArray | None] = [] if source is None else [source]
@@ -156,6 +162,7 @@ class Collectives:
             group = groups.setdefault((reducible(f"{name}[{index}]", source, output, op), device_of(output)), ([], []))
             group[0].append(source)
             group[1].append(output)
+            self.exchanged += output.size
         handles = []
         for (dtype, device), (given, own) in groups.items():
             part = name if len(groups) == 1 else f"{name}.{dtype}" if device == CPU else f"{name}.{dtype}.{device}"

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -33,6 +35,10 @@ from hvdlite.memory import fence
 from hvdlite.memory.shared import SharedMemory
 from hvdlite.planes.gloo import unavailable_reason as gloo_unavailable_reason
 
+_log = logging.getLogger("hvdlite")
+
+LATE_SECONDS: Final = 5.0
+"""After so long a rank that no launcher of hvdlite's has started reports for which ranks it waits."""
 SAME_CLOCK_SECONDS: Final = 0.05
 """Two clocks that differ by less when the ranks meet are one: what is seen is how long the welcome took."""
 
@@ -59,6 +65,23 @@ class Meeting:
         Raises:
             LaunchError: when the ranks cannot meet.
         """
+        if not self.info.variables:
+            return self._ranks(stack_dump)
+        late = threading.Timer(LATE_SECONDS, self._report_late)
+        late.daemon = True
+        late.start()
+        try:
+            return self._ranks(stack_dump)
+        finally:
+            late.cancel()
+
+    def _report_late(self) -> None:
+        world, variables = self.info.world, " and ".join(self.info.variables)
+        missing = f"rank {1 - world.rank}" if world.size == 2 else "the other ranks" if world.rank == 0 else "rank 0"
+        _log.warning("rank %d has waited %g s for %s: the environment says %s. If this process is to run alone, unset them",
+                     world.rank, LATE_SECONDS, missing, variables)
+
+    def _ranks(self, stack_dump: StackDumpTarget) -> tuple[Mapping[int, Connection], Welcome]:
         own, config = self._own_info(stack_dump), self.config
         timeout = timeout_or_inf(config.start_timeout)
         if own.rank != 0:

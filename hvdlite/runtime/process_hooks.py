@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from hvdlite.core import launch_contract
 from hvdlite.core.config import Config
-from hvdlite.core.errors import PeerLostError
+from hvdlite.core.errors import HvdliteError, PeerLostError
 from hvdlite.core.texts import LONGEST_TRACEBACK, shortened, text_of
 from hvdlite.runtime import tracebacks
 from hvdlite.runtime.runtime import Runtime
@@ -193,6 +193,19 @@ def record_failure(directory: str, error: BaseException, process: int, origin: i
         directory)
 
 
+def shorten_uncaught() -> None:
+    """Let an error of hvdlite that ends a process before `init()` be printed without hvdlite's frames, as it is in a job."""
+    if sys.excepthook is sys.__excepthook__:
+        sys.excepthook = _print_shortened
+
+
+def _print_shortened(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
+    if isinstance(error, HvdliteError) and sys.stderr is not None:
+        sys.stderr.write(tracebacks.text_of(error))
+    else:
+        sys.__excepthook__(kind, error, where)
+
+
 def report_uncaught(end_with: Callable[..., bool]) -> None:
     """Report an exception that ends the process.
 
@@ -203,7 +216,8 @@ def report_uncaught(end_with: Callable[..., bool]) -> None:
     previous = sys.excepthook
 
     def excepthook(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-        if previous is sys.__excepthook__ and isinstance(error, Exception) and end_with(error, prints=True):
+        is_plain = previous in (sys.__excepthook__, _print_shortened)
+        if is_plain and isinstance(error, Exception) and end_with(error, prints=True):
             return
         previous(kind, error, where)
         sys.stderr.flush()

@@ -18,7 +18,7 @@ from hvdlite.bootstrap.launch_info import resolve_launch
 from hvdlite.bootstrap.member_client import MemberClient
 from hvdlite.bootstrap.rendezvous import Cancellation
 from hvdlite.core import launch_contract
-from hvdlite.core.config import Config
+from hvdlite.core.config import Config, environment_name
 from hvdlite.core.errors import ConfigError, HorovodInternalError, LaunchError, NotInitializedError, UnsupportedError
 from hvdlite.core.launch_contract import StackDumpTarget
 from hvdlite.core.process_set import ProcessSet, global_process_set
@@ -29,7 +29,14 @@ from hvdlite.planes.arithmetic import Casts
 from hvdlite.runtime import tracebacks
 from hvdlite.runtime.assemble import Learned, assemble
 from hvdlite.runtime.followers import Followers
-from hvdlite.runtime.process_hooks import StopNotice, configure_logging, origin_of, record_failure, tell_failure
+from hvdlite.runtime.process_hooks import (
+    StopNotice,
+    configure_logging,
+    origin_of,
+    record_failure,
+    shorten_uncaught,
+    tell_failure,
+)
 from hvdlite.runtime.registered_sets import RegisteredSets
 from hvdlite.runtime.runtime import Runtime
 
@@ -96,6 +103,8 @@ class Worlds:
         if self.runtime is not None:
             return self.runtime
         if self.waiting is None:
+            if environment_name("full_tracebacks") not in self._environ:
+                shorten_uncaught()
             raise NotInitializedError("hvdlite is not initialised; call hvd.init() first")
         raise NotInitializedError("the world of this elastic job has ended, and none has begun since: call a collective "
                                   "inside the function that hvd.elastic.run runs")

@@ -1,24 +1,98 @@
-"""The comparison of replicas: tensors of all ranks are compared bit by bit, through short digests."""
+"""The comparison of replicas: bit by bit through short digests, or once, of a few values, as a warning."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import numpy as np
 
+from hvdlite.api import finish_before_leaving
 from hvdlite.core.array import Array
-from hvdlite.core.errors import ReplicaMismatchError
+from hvdlite.core.errors import HvdliteError, ReplicaMismatchError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training import objects
+
+_log = logging.getLogger("hvdlite")
 
 _PLAIN: Final = frozenset((bool, int, float, complex, str, bytes, type(None)))
 """Types whose values have the same `repr` on all ranks."""
 
 _DRIFT: Final = ("Something changed it on some ranks only: a gradient that is not reduced, a random number without a common "
                  "seed, or a broadcast that was left out")
+
+VALUES: Final = 4
+"""The values of each tensor that `FirstComparison` looks at."""
+_TOLERANCE: Final = 1e-3
+"""How far they may differ, relative to the largest one of the tensor."""
+_LAST_SECONDS: Final = 0.5
+
+
+class FirstComparison:
+    """Compares a few values of tensors over the ranks of a process set, once; warns where replicas differ.
+
+    Ranks without a common start train different models, and nothing fails. All ranks make this before the second step: some
+    scripts broadcast after the first one. Nobody waits for the answer. A tolerance is for hosts that round otherwise.
+
+    Args:
+        values: float32, of shape (tensors, `VALUES`).
+        name: of the collective.
+        line: of a script, which gives ranks the same start.
+    """
+
+    _open: ClassVar[list[FirstComparison]] = []
+    """Those without an answer."""
+
+    def __init__(self, runtime: Runtime, names: Sequence[str], values: Array, name: str, process_set: int,
+                 line: str) -> None:
+        self._names, self._line, self._rank = names, line, runtime.world.rank
+        head = np.full((1, VALUES), runtime.world.rank, np.float32)  # ranks that have joined send nothing
+        self._handle = runtime.allgather(name, np.concatenate([head, values]), process_set=process_set)
+        self._open.append(self)
+        finish_before_leaving(_report_open)
+
+    def report(self, seconds: float = 0.0) -> bool:
+        """Warn, on the first rank, if replicas differ; return whether there is an answer.
+
+        Args:
+            seconds: how long to wait for it.
+        """
+        if not seconds and not self._handle.done():
+            return False
+        gathered = None
+        with contextlib.suppress(HvdliteError):
+            try:
+                gathered = self._handle.wait(seconds)
+            except TimeoutError:
+                return False
+        with contextlib.suppress(ValueError):  # another thread has removed it, which leaves the job
+            self._open.remove(self)
+        if gathered is None or len(gathered) % (len(self._names) + 1):  # another number of tensors has its own error
+            return True
+        found = gathered.reshape(-1, len(self._names) + 1, VALUES)
+        ranks, values = found[:, 0, 0].astype(int), found[:, 1:]
+        limit = _TOLERANCE * np.abs(values[0]).max(axis=-1, keepdims=True)
+        with np.errstate(invalid="ignore"):
+            is_near = np.abs(values - values[0]) <= limit
+        differ = ~(is_near | (values == values[0]) | (np.isnan(values) & np.isnan(values[0])))
+        wrong = np.flatnonzero(differ.any(axis=(0, 2)))
+        if wrong.size and ranks[0] == self._rank:
+            first = int(wrong[0])
+            column = int(np.flatnonzero(differ[:, first].any(axis=0))[0])
+            others = f" and {wrong.size - 1} of the other {len(self._names) - 1} tensors" if wrong.size > 1 else ""
+            who = _groups(list(ranks), [f"{value:.4g}" for value in values[:, first, column]])
+            _log.warning("ranks train different models: after the first step they differ in '%s'%s (a value of %s). Give "
+                         "all ranks the same start, before the first step: %s", self._names[first], others, who, self._line)
+        return True
+
+
+def _report_open() -> None:
+    for each in list(FirstComparison._open):
+        each.report(_LAST_SECONDS)
 
 
 def check_replicas(runtime: Runtime, named: Sequence[tuple[str, Array | int]], name: str,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, Final
 
 from hvdlite import api
+from hvdlite.core.array import Array
 from hvdlite.core.errors import MismatchError, UnsupportedError
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
@@ -20,7 +21,10 @@ from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.arguments import check_compression, factors, group_ids
 from hvdlite.training.gradients.arrays import ArrayReducer, Gradient, Rows, scaled
 from hvdlite.training.gradients.weights import check_weight
+from hvdlite.training.replicas import FirstComparison
 
+_BROADCAST: Final = ("callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)] in fit, or "
+                     "hvd.broadcast_variables(model.variables, root_rank=0) in a loop of your own")
 _weight: ContextVar[Any] = ContextVar("hvdlite_weight", default=None)
 _open: dict[object, Any] = {}
 """The weights of the contexts that are open, of all threads, in their order."""
@@ -96,6 +100,8 @@ class StepReducer(Learner):
     """
 
     _runtime: Runtime | None = None  # of the world in which it takes part
+    _rounds = 0  # in this world
+    _comparison: FirstComparison | None = None  # until it has an answer
     _process_set_id: int
     _label: str
     world = 0
@@ -124,7 +130,8 @@ class StepReducer(Learner):
 
     def world_ended(self) -> None:
         """Let go of the runtime, and of a round under way."""
-        self._runtime = None
+        self._runtime = self._comparison = None
+        self._rounds = 0
 
     def world_began(self, runtime: Runtime) -> None:
         """Nothing yet: see above."""
@@ -208,6 +215,20 @@ class StepReducer(Learner):
     def is_weightless(self, weight: float) -> bool:
         """Return whether the weights of all ranks were 0 in the last step, that of this rank being `weight`."""
         return weight == 0
+
+    def _compare_once(self, few_values: Callable[[], tuple[Sequence[str], Array]]) -> None:
+        """A step's gradients are reduced, and variables do not change yet: in the second one, compare those of all ranks.
+
+        Args:
+            few_values: returns names of variables and values of them, see `FirstComparison`.
+        """
+        self._rounds += 1
+        if self._comparison is not None and self._comparison.report():
+            self._comparison = None
+        if self._rounds == 2:
+            names, values = few_values()
+            self._comparison = FirstComparison(self.take_part(), names, values, f"{self.label}.check", self.process_set,
+                                               _BROADCAST)
 
     @staticmethod
     def _step_begins() -> None:

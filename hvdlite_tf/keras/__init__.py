@@ -106,3 +106,7 @@ def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """Return every rank's picklable object, in rank order."""
     runtime = _api.runtime()
     return _objects.allgather_object(runtime, obj, name or runtime.names.unnamed("keras", "allgather_object"))
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -89,6 +91,17 @@ def dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
             return ()
         expected *= length
     return tuple(tensor.stride())
+
+
+def few_values(tensors: Sequence[torch.Tensor], count: int) -> Array:
+    """Return values that are spread over each tensor, in float32, of shape (tensors, count); zeros where it has fewer."""
+    rows: list[torch.Tensor] = []
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1)
+        values = flat[::max(1, flat.numel() // count)][:count].float()
+        row = torch.nn.functional.pad(values, (0, count - values.numel()))
+        rows.append(row.to(rows[0].device) if rows else row)
+    return torch.stack(rows).cpu().numpy()  # type: ignore[no-any-return]
 
 
 # --- kernels for 16-bit floats that torch has and NumPy does not; see `hvdlite.planes.arithmetic.Casts` ------------------

@@ -19,6 +19,7 @@ from hvdlite.runtime.runtime import Runtime
 from hvdlite.training import objects, replicas
 from hvdlite_torch.arrays import cuda
 from hvdlite_torch.arrays.tensors import as_array, as_runtime_array, contiguous, dense_strides, on_host
+from hvdlite_torch.mistakes import note_broadcast
 from hvdlite_torch.ops import broadcast_async_
 from hvdlite_torch.rows import mapped, tensors_in
 from hvdlite_torch.uncompiled import leave_module_to_python
@@ -41,10 +42,11 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
     """
     if api.is_provisional():
         return
-    handles = [broadcast_async_(tensor.detach(), root_rank, f"parameters.{name}", process_set)
-               for name, tensor in _named(params)]
+    named = list(_named(params))
+    handles = [broadcast_async_(tensor.detach(), root_rank, f"parameters.{name}", process_set) for name, tensor in named]
     for handle in handles:
         handle.wait()
+    note_broadcast(tensor for _, tensor in named)
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:

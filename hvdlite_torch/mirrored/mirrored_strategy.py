@@ -14,6 +14,7 @@ from hvdlite import api
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
+from hvdlite.training.arguments import shown_without_internal
 from hvdlite.training.mirrored.scopes import LaunchableStrategy, Scopes, parse_reduce_op
 from hvdlite.training.mirrored.shards import CurrentBatch
 from hvdlite.training.mirrored.shares import Shares
@@ -57,6 +58,7 @@ class MirroredStrategy(LaunchableStrategy):
         MismatchError: on all ranks, when they ask for different shares.
     """
 
+    @shown_without_internal
     def __init__(self, devices: int | Sequence[Any] | None = None, *, scale_learning_rate: bool = False,
                  sync_batch_norm: bool = False, backward_passes_per_step: int = 1,
                  compression: type[Compressor] = Compression.none,

@@ -43,6 +43,7 @@ class DistributedAdasum(DistributedBase):
 
     def _prepare(self, settings: ReductionSettings) -> None:
         super()._prepare(settings)
+        self._counted.have_gradients = True  # they stay local
         self._changes: _Changes | None = None
         self._hidden: list[tuple[torch.Tensor, torch.Tensor]] = []  # gradients that the step is not to see
         self._base_unscales = getattr(self, "_step_supports_amp_scaling", False)  # fused optimizers
@@ -115,7 +116,7 @@ class DistributedAdasum(DistributedBase):
                     torch._foreach_copy_(changes.parameters, changes.starts)
         self._runtime.progress.round()
 
-    _stages_before = (DistributedBase._take_part, _begin)
+    _stages_before = (DistributedBase._take_part, DistributedBase._compare_once, _begin)
     _stages_after = (_combine, DistributedBase._check_replicas)
 
     def _reduce(self, changes: _Changes) -> None:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from hvdlite import api, boundaries
 from hvdlite.core.errors import UnsupportedError
@@ -18,10 +19,11 @@ from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID, global_process_set
 from hvdlite.runtime.followers import Learner
 from hvdlite.runtime.names import Names
 from hvdlite.runtime.runtime import Runtime
-from hvdlite.training.replicas import check_replicas
-from hvdlite_torch.arrays.tensors import on_host
+from hvdlite.training.replicas import VALUES, FirstComparison, check_replicas
+from hvdlite_torch.arrays.tensors import few_values, on_host
 from hvdlite_torch.collectives.broadcasts import take_over
 from hvdlite_torch.gradients.unfinal import set_grad
+from hvdlite_torch.mistakes import count_steps
 from hvdlite_torch.optimizer.reduction import ReductionSettings
 from hvdlite_torch.step_parts import once_a_step
 
@@ -69,6 +71,7 @@ class DistributedBase(Learner):
     """Whether the stages before the step, and those after it, come ahead of the hooks that the optimizer has already."""
     _check_name: str  # of comparisons of the replicas
     _steps: int  # in this world
+    _comparison: FirstComparison | None = None  # until it has an answer
 
     # --- steps ---------------------------------------------------------------------------------------------------------
 
@@ -76,6 +79,8 @@ class DistributedBase(Learner):
         """Become a distributed optimizer, whose steps have stages; it takes part in no world yet."""
         assert isinstance(self, torch.optim.Optimizer)
         self._settings = settings
+        first = next(iter(settings.names.values()), "")
+        self._counted = count_steps(f"{type(self).__name__} (of {len(settings.names)} parameters, first '{first}')")
         for hooks, register, hook, goes_first in (
                 (self._optimizer_step_pre_hooks, self.register_step_pre_hook, _before_step, self._goes_first[0]),
                 (self._optimizer_step_post_hooks, self.register_step_post_hook, _after_step, self._goes_first[1])):
@@ -83,11 +88,31 @@ class DistributedBase(Learner):
             if goes_first:
                 hooks.move_to_end(handle.id, last=False)  # type: ignore[union-attr]
 
+    def _compare_once(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A stage: compare a few values of all ranks' parameters before the second step, unless the user wants checks."""
+        if self._comparison is not None and self._comparison.report():
+            self._comparison = None
+        if not self._active or self._steps != 1 or self._runtime.config.replica_check_steps:
+            return
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # a graph cannot read values
+            return
+        named = [(self._settings.names.get(parameter, "noname"), parameter) for group in self.param_groups
+                 for parameter in group["params"]
+                 if parameter.requires_grad and not is_lazy(parameter) and parameter.is_floating_point()]
+        if named and self._comparison is None:
+            names, parameters = zip(*named, strict=True)
+            of_set = "" if self._process_set == GLOBAL_PROCESS_SET_ID else ", process_set=..."
+            root = self._runtime.members(self._process_set)[0]
+            self._comparison = FirstComparison(
+                self._runtime, names, few_values(parameters, VALUES), f"{self._check_name}.first", self._process_set,
+                f"hvd.broadcast_parameters(model.state_dict(), root_rank={root}{of_set})")
+
     def _check_replicas(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A stage: compare the parameters of all ranks, in as many steps as the user wants."""
         if not self._active:
             return
         self._steps += 1
+        self._counted.count += 1
         every = self._runtime.config.replica_check_steps
         if every and self._steps % every == 0:
             parameters = itertools.chain.from_iterable(group["params"] for group in self.param_groups)
@@ -106,7 +131,7 @@ class DistributedBase(Learner):
         if not self._is_attached:
             return
         self._detach()
-        self._active = False
+        self._active, self._comparison = False, None
         del self._runtime
         for group in self.param_groups:
             for parameter in group["params"]:

@@ -6,7 +6,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -16,23 +16,32 @@ from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
-from hvdlite.training.arguments import WRAPPED, check_compression, check_passes, chosen_groups, factors, group_ids
+from hvdlite.training.arguments import (
+    WRAPPED,
+    check_compression,
+    check_passes,
+    chosen_groups,
+    factors,
+    group_ids,
+    shown_without_internal,
+)
 from hvdlite.training.gradients.weights import check_weight
 from hvdlite_torch.comm_hooks.exchange import CommHook, check_hook
 from hvdlite_torch.compression import Compression, Compressor
 from hvdlite_torch.gradients.hooks import Hooks
 from hvdlite_torch.gradients.unfinal import set_grad
+from hvdlite_torch.mistakes import warn_of_ddp
 from hvdlite_torch.optimizer.adasum import DistributedAdasum, check_whole_job
 from hvdlite_torch.optimizer.base import DistributedBase, Stage, is_distributed
 from hvdlite_torch.optimizer.reduction import ReductionSettings, chosen_wait
 from hvdlite_torch.uncompiled import leave_to_python
 
 Closure = Callable[[], Any]
-OptimizerType = TypeVar("OptimizerType", bound=torch.optim.Optimizer)
 
 
+@shown_without_internal
 def DistributedOptimizer(
-    optimizer: OptimizerType,
+    optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     compression: type[Compressor] = Compression.none,
     backward_passes_per_step: int = 1,
@@ -48,7 +57,7 @@ def DistributedOptimizer(
     _runtime: Runtime | None = None,
     _label: str | None = None,
     _kind: type[Distributed] | None = None,
-) -> OptimizerType:
+) -> WrappedOptimizer:
     """Make `optimizer` average its gradients over all ranks; returns the same object.
 
     Each gradient is handed over by a hook as soon as it is accumulated, so communication overlaps `backward()`. When the
@@ -116,6 +125,7 @@ def DistributedOptimizer(
     if comm_hook is not None:
         check_hook(comm_hook)
     waiting = chosen_wait(wait_in)
+    warn_of_ddp(names)
     if runtime is not None:
         api.set_id(process_set)  # raises before anything is changed
     kind: type[DistributedBase] = _kind or Distributed
@@ -137,7 +147,7 @@ def DistributedOptimizer(
         made._attach(runtime, _label)
     if _runtime is None:
         api.follow(made)
-    return optimizer
+    return cast("WrappedOptimizer", optimizer)
 
 
 class Distributed(DistributedBase):
@@ -330,10 +340,15 @@ class Distributed(DistributedBase):
 
     def _end_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for hooks in self._sources:
+            self._counted.have_gradients |= hooks.reducer.has_reduced
             hooks.stepped()
 
-    _stages_before: tuple[Stage, ...] = (DistributedBase._take_part, _finish_gradients)
+    _stages_before: tuple[Stage, ...] = (DistributedBase._take_part, DistributedBase._compare_once, _finish_gradients)
     _stages_after: tuple[Stage, ...] = (_end_step, DistributedBase._check_replicas)
+
+
+class WrappedOptimizer(Distributed, torch.optim.Optimizer, Any if TYPE_CHECKING else object):  # type: ignore[misc]
+    """For type checkers: the class of wrapped optimizers, which also is that of the user's (`Any`)."""
 
 
 def _final_closure(closure: Closure, optimizer: Distributed) -> Closure:

@@ -16,6 +16,7 @@ from typing import Final
 from hvdlite.core.launch_contract import RESULTS_LOST, FailureRecord
 from hvdlite.membership.events import EndJob
 from hvdlite.membership.history import exit_text, shell_code
+from hvdlite_runner.job.hints import hints
 from hvdlite_runner.messages import FORWARDED
 from hvdlite_runner.placement import format_ranks
 
@@ -180,6 +181,24 @@ class Cause:
     exit: Exit
     record: FailureRecord | None
     consequences: tuple[int, ...]
+    alike: tuple[int, ...] = ()  # other ranks that have printed the same traceback
+    others: tuple[FailureRecord, ...] = ()  # of ranks that failed by themselves, too
+
+    def with_tracebacks(self, exits: Sequence[Exit], records: Mapping[int, FailureRecord],
+                        tracebacks: Mapping[int, str]) -> Cause:
+        """Return this with what ranks have printed: those that failed before `init()` have written no record.
+
+        Args:
+            tracebacks: the last text on a rank's standard error, where it is one.
+        """
+        printed = {each.key: tracebacks[each.key] for each in exits if each.code == 1 and each.key in tracebacks}
+        own = printed.get(self.exit.key)
+        record = self.record or (None if own is None else _printed(self.exit.key, own))
+        alike = tuple(key for key in self.consequences if own is not None and printed.get(key) == own)
+        others = tuple(_printed(key, printed[key]) for key in self.consequences
+                       if key in printed and key not in alike and key not in records)
+        rest = tuple(key for key in self.consequences if key not in alike and key not in {each.rank for each in others})
+        return Cause(self.exit, record, rest, alike, others)
 
     def describe(self, name: str = "", *, repeats: bool = False) -> list[str]:
         """Return the lines that report this failure to the user.
@@ -188,18 +207,29 @@ class Cause:
             name: how the process is called; default: by its rank.
             repeats: whether a traceback that the rank has printed is printed again.
         """
-        who = name or f"rank {self.exit.key}"
+        who = f"{name or f'rank {self.exit.key}'} failed first"
+        if self.alike:
+            who = f"ranks {format_ranks([self.exit.key, *self.alike])} failed alike"
         if self.record is not None:
             message = self.record.message.partition("\n")[0]
-            lines = [f"{who} failed first: {self.record.kind}: {message} ({self.exit})"]
+            lines = [f"{who}: {self.record.kind}: {message} ({self.exit})", *hints(message)]
             if repeats or not self.record.shown:
                 lines += self.record.traceback.rstrip().splitlines()
         else:
-            lines = [f"{who} failed first: {self.exit}"]
+            lines = [f"{who}: {self.exit}"]
+        lines += [f"rank {each.rank} failed too: {each.kind}: {each.message}" for each in self.others]
         if self.consequences:
             ranks = ", ".join(map(str, self.consequences))
             lines.append(f"{'rank' if len(self.consequences) == 1 else 'ranks'} {ranks} ended as a consequence")
         return lines
+
+
+def _printed(key: int, traceback: str) -> FailureRecord:
+    """Return the record of a process that has printed a traceback, and has written none."""
+    lines = traceback.rpartition("Traceback (most recent call last):\n")[2].splitlines()
+    error = next((line for line in lines if line and not line.startswith(" ")), lines[-1] if lines else "")
+    kind, _, message = error.partition(": ")
+    return FailureRecord(key, key, 0.0, kind.rpartition(".")[2], message, traceback, shown=True)
 
 
 def root_cause(exits: Sequence[Exit], records: Mapping[int, FailureRecord]) -> Cause | None:
@@ -269,7 +299,7 @@ def verdict_on_signal(ending: Ending, exits: Sequence[Exit], rank_of: Callable[[
 
 def verdict(end: EndJob | None, exits: Sequence[Exit], records: Mapping[int, FailureRecord], *,
             lost: Sequence[str] = (), problem: str = "", name: Callable[[int], str] = lambda key: "", worlds: int = 1,
-            one_world: bool = True, repeats: bool = False) -> Verdict:
+            one_world: bool = True, repeats: bool = False, tracebacks: Mapping[int, str] | None = None) -> Verdict:
     """Return how a job has ended that no signal of the user has ended. The first that applies:
 
     | what has happened | code |
@@ -288,6 +318,7 @@ def verdict(end: EndJob | None, exits: Sequence[Exit], records: Mapping[int, Fai
         name: returns how a process is called, by its key; default: by its rank.
         worlds: how many there were.
         repeats: whether a traceback that the rank has printed is printed again.
+        tracebacks: see `Cause.with_tracebacks`.
     """
     assert end is not None
     if end.code == 0:
@@ -303,8 +334,8 @@ def verdict(end: EndJob | None, exits: Sequence[Exit], records: Mapping[int, Fai
     lines = [end.reason] if went_on or end.ends_healthy or not is_its_code else []
     if cause is None:
         return Verdict(end.code, lines, -1, end.reason)
-    if went_on:
-        cause = dataclasses.replace(cause, consequences=())  # of other worlds, too, whose ranks were others
+    cause = dataclasses.replace(cause, consequences=()) if went_on else (  # of other worlds, whose ranks were others
+        cause.with_tracebacks(exits, records, tracebacks or {}))
     described = cause.describe(name(cause.exit.key), repeats=repeats or went_on)
     return Verdict(shell_code(cause.exit.code) if is_its_code else end.code, [*lines, *described],
                    cause.exit.key, described[0])

@@ -134,7 +134,7 @@ class Job:
         ended = verdict_on_signal(self.ending, self._processes.exits, self._processes.rank_of) or verdict(
             self._end, self._processes.exits, self._processes.records(), lost=self._lost, problem=self._task.problem,
             name=self._processes.name, worlds=self._authority.epoch, one_world=not self._is_elastic,
-            repeats=self._settings.output.show == "rank0")
+            repeats=self._settings.output.show == "rank0", tracebacks=self._output.console.last_blocks)
         if ended.key >= 0:
             self._output.console.reveal(ended.key)
         for line in ended.lines:
@@ -188,6 +188,7 @@ class Job:
         self._hosts.take_events(min((wait for wait in waits if wait not in (None, math.inf)), default=None))
         self._local.notice()
         for signum in self.ending.due():
+            self._output.console.drops_interrupts = not self._settings.verbose and self.ending.user_signal == signal.SIGINT
             if line := self.ending.explain(signum, self._inherited):
                 self._output.note(line)
             self._local.obey(orders.Signal(signum))

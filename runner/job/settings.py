@@ -30,7 +30,7 @@ class JobSettings:
         grace: seconds between the user's signal and SIGKILL; None for the defaults.
         coordinator_port: where rank 0 listens; 0 for any.
         over_tcp: whether ranks of one host use TCP among themselves too.
-        share_cores: whether to set OMP_NUM_THREADS to each rank's share of its host's cores.
+        share_cores: among how many ranks at least each host's cores are divided, for OMP_NUM_THREADS; 0: it is not set.
         has_input: whether rank 0, on the launcher's own host, gets the launcher's standard input.
         task_directory: of `hvdlite.run`: a function for the ranks, and the folder for its results.
         notice: notes for the user, printed once.
@@ -50,7 +50,7 @@ class JobSettings:
     interfaces: Sequence[str] = ()
     coordinator_port: int = 0
     over_tcp: bool = False
-    share_cores: bool = True
+    share_cores: int = 1
     output: OutputSettings = dataclasses.field(default_factory=OutputSettings)
     bind: bool = False
     has_input: bool = False

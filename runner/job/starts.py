@@ -134,7 +134,7 @@ class Starts:
     def _threads(self, machine: str) -> tuple[int, int, int]:
         """Return the threads for each process of a machine, its cores, and the processes that may run there."""
         slots, most = sum(self._hosts.slots_of(machine).values()), self._settings.limits.max_np
-        count = max(1, min(slots, most or slots))
+        count = max(self._settings.share_cores, min(slots, most or slots))
         remote = self._hosts.remote(machine)
         cores = commands.cores() if remote is None or remote.ready is None else remote.ready.cores
         return max(1, cores // count), cores, count

@@ -5,6 +5,8 @@ from __future__ import annotations
 import bisect
 import codecs
 import dataclasses
+import itertools
+import math
 import re
 import time
 from collections import deque
@@ -18,9 +20,13 @@ LONGEST_LINE: Final = 1 << 16
 """Characters after which a line is written before its end has come."""
 FOLD_SECONDS: Final = 0.3
 """Seconds that a line waits for the same line of other ranks, when lines are folded."""
+BLOCK_SECONDS: Final = 1.0
+"""Seconds for which the lines of a traceback are collected, while its rank does not end."""
 WITHHELD: Final = 40
 """The number of last lines that are kept of a hidden stream, to show them if its rank fails."""
 
+_TRACEBACK: Final = re.compile(r"(\[rank\d+\]: )?Traceback \(most recent call last\):")  # torch names the rank
+_RANK: Final = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)
 Key = tuple[int, str]
 """A rank and the name of one of its streams, "stdout" or "stderr"."""
 
@@ -53,11 +59,13 @@ class _LineBuffer:
     length: int = 0  # of these pieces
     held_return: bool = False  # a carriage return was the last character: the next one may make it \r\n
     is_cut: bool = False  # the line's beginning has been written already
+    block: list[str] = dataclasses.field(default_factory=list)  # lines from a traceback's first one on
+    block_until: float = 0.0
 
 
 @dataclasses.dataclass
 class _Folded:
-    """A line that waits for the other ranks."""
+    """A line that waits for the other ranks, or the lines of a traceback."""
 
     number: int  # counted from 0
     name: str
@@ -74,6 +82,8 @@ class Console:
     with it, so that the next segment of the same stream overwrites it; output of another stream begins on a new line
     instead. The time is linear in the length of the output.
 
+    The lines from a traceback on, until the rank ends, are one block. Equal blocks of several ranks are written once.
+
     A process has a key: its rank, or in an elastic job its member's id.
 
     Args:
@@ -84,11 +94,16 @@ class Console:
 
     Attributes:
         fold: the number of processes whose identical lines become one; 0 does not fold.
+        processes: their number, as far as it is known.
+        last_blocks: the traceback with which the standard error of a process ends.
+        drops_interrupts: whether what ranks write of a KeyboardInterrupt is left out.
     """
 
     def __init__(self, write: Callable[[str, str], None], settings: OutputSettings,
                  rank_of: Callable[[int], int] = int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.fold = 0
+        self.fold = self.processes = 0
+        self.last_blocks: dict[int, str] = {}
+        self.drops_interrupts = False
         self._write = write
         self._settings = settings
         self._rank_of = rank_of
@@ -121,6 +136,8 @@ class Console:
         if not content:
             if stream.length or stream.is_cut:
                 self._take(key, stream, "\n")
+            if stream.block:
+                self._close_block(key, stream)
             del self._streams[key]
 
     def finish(self) -> None:
@@ -132,6 +149,7 @@ class Console:
 
     def note(self, text: str) -> None:
         """Write a line of the launcher's own."""
+        self._close_blocks(math.inf)
         self._unfold(everything=True)
         self._leave_line()
         self._write("stderr", text + "\n")
@@ -144,22 +162,51 @@ class Console:
 
     def flush_due(self) -> float | None:
         """Write lines that have waited long enough; return the seconds until the next call, None if none is needed."""
+        now = self._clock()
+        self._close_blocks(now)
         self._unfold()
-        return max(0.0, self._waiting[0].until - self._clock()) if self._waiting else None
+        due = [stream.block_until for stream in self._streams.values() if stream.block]
+        due += [line.until for line in itertools.islice(self._waiting, 1)]
+        return max(0.0, min(due) - now) if due else None
+
+    def _close_blocks(self, now: float, *, if_complete: bool = False) -> None:
+        """Write the blocks that have been collected for long enough.
+
+        Args:
+            if_complete: only those whose last line may be that of the exception.
+        """
+        for key, stream in self._streams.items():
+            if stream.block and stream.block_until <= now and not (if_complete and stream.block[-1][:1] in ("", " ")):
+                self._close_block(key, stream)
+
+    def _close_block(self, key: Key, stream: _LineBuffer) -> None:
+        """Write a block, once for all ranks that have an equal one."""
+        text, stream.block = _RANK.sub("", "\n".join(stream.block)), []
+        self.last_blocks[key[0]] = text
+        if not (self.drops_interrupts and "KeyboardInterrupt" in text):
+            self._hold(*key, text)
 
     def _take(self, key: Key, stream: _LineBuffer, end: str) -> None:
         """Show what has come of a line; `end` is its end, or "" when it goes on."""
         body, was_cut = "".join(stream.unfinished), stream.is_cut
         stream.unfinished, stream.length, stream.is_cut = [], 0, not end
         rank, name = key
+        if name == "stderr" and not stream.block:
+            self.last_blocks.pop(rank, None)
         if not body and (end == "\r" or (was_cut and self._cursor_of != key)):
             return  # only a carriage return, before the bar's first text; or only the end of a line that was left
+        if self.drops_interrupts and name == "stderr" and "KeyboardInterrupt" in body and not stream.block:
+            return
         if not self._shown(rank, name):
             if end != "\r":
                 self._withheld.setdefault(key, deque(maxlen=WITHHELD)).append(body)
+        elif end == "\n" and not was_cut and (stream.block or (name == "stderr" and _TRACEBACK.fullmatch(body))):
+            stream.block_until = stream.block_until if stream.block else self._clock() + BLOCK_SECONDS
+            stream.block.append(body)
         elif self.fold > 1 and end == "\n" and not was_cut:
             self._hold(rank, name, body)
         else:
+            self._close_blocks(math.inf, if_complete=True)
             self._unfold(everything=True)
             self._emit(key, body, end, continues=was_cut and self._cursor_of == key)
 
@@ -174,7 +221,8 @@ class Console:
             return self._unfold()
         if len(numbers) > 2 * len(self._waiting) + WITHHELD:
             del numbers[:index]  # they wait no more
-        line = _Folded(self._count, name, body, self._clock() + FOLD_SECONDS, [rank])
+        patience = BLOCK_SECONDS if "\n" in body else FOLD_SECONDS
+        line = _Folded(self._count, name, body, self._clock() + patience, [rank])
         self._count += 1
         self._waiting.append(line)
         self._by_number[line.number] = line
@@ -184,14 +232,16 @@ class Console:
     def _unfold(self, *, everything: bool = False) -> None:
         while self._waiting:
             line = self._waiting[0]
-            if not everything and len(line.ranks) < self.fold and line.until > self._clock():
+            if not everything and len(line.ranks) < max(self.fold, self.processes) and line.until > self._clock():
                 return
             self._waiting.popleft()
             del self._by_number[line.number]
             if self._numbers[line.name, line.body][-1] == line.number:
                 del self._numbers[line.name, line.body]
-            times = f" (x{len(line.ranks)})" if len(line.ranks) > 1 else ""
-            self._line(line.name, line.ranks, line.body + times)
+            is_block = "\n" in line.body
+            times = f" (x{len(line.ranks)})" if len(line.ranks) > 1 and not is_block else ""
+            for each in line.body.split("\n"):
+                self._line(line.name, line.ranks, each + times)
 
     def _line(self, name: str, ranks: Sequence[int], body: str) -> None:
         self._leave_line()

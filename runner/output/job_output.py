@@ -114,7 +114,8 @@ class JobOutput:
         self._streams.watch(selector)
 
     def expect(self, processes: int) -> None:
-        """Set the number of processes whose lines are folded into one."""
+        """Set the number of processes, whose tracebacks and, if that is wanted, lines are folded into one."""
+        self.console.processes = processes
         if self._settings.fold:
             self.console.fold = processes
 

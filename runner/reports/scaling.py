@@ -21,6 +21,7 @@ from hvdlite.core.launch_contract import OUTPUT_LOST
 from hvdlite.core.ledger import Ledger
 from hvdlite.diagnostics.progress import Reading
 from hvdlite.diagnostics.slowness import diagnose
+from hvdlite_runner.host.commands import cores
 from hvdlite_runner.job.loop import run_job
 from hvdlite_runner.job.settings import JobSettings
 from hvdlite_runner.options import USAGE_ERROR
@@ -65,8 +66,14 @@ class Throughput:
                    sum(ledger.cpu for ledger in ledgers) / seconds, sum(ledger.blocked for ledger in ledgers) / seconds)
 
 
+def with_equal_threads(jobs: Jobs) -> Jobs:
+    """Return jobs whose ranks have as many threads as those of the largest one: else fewer ranks would be faster each."""
+    most = max((count for _, settings in jobs for count in settings.slots.values()), default=1)
+    return [(value, dataclasses.replace(settings, share_cores=most * settings.share_cores)) for value, settings in jobs]
+
+
 def compare_sizes(jobs: Jobs, environ: Mapping[str, str], results: str) -> int:
-    """Run each job and print ranks, throughput, speedup and scaling efficiency; write `results`.csv and .png.
+    """Run each job and print ranks, threads, throughput, speedup and scaling efficiency; write `results`.csv and .png.
 
     Efficiency is throughput(N) / (N x throughput(1)); without a run at 1, the smallest size is the reference.
 
@@ -81,11 +88,13 @@ def compare_sizes(jobs: Jobs, environ: Mapping[str, str], results: str) -> int:
     if not rows:
         return code
     table = scaling_rows(rows)
-    head = ["ranks", rows[0][1].unit, "speedup", "efficiency"]
-    show_table(head, [[f"{size}", f"{rate:,.1f}", f"{speedup:.2f}", f"{share:.1%}"] for size, rate, speedup, share in table])
-    write_csv(f"{results}.csv", head, table)
+    threads = environ.get("OMP_NUM_THREADS") or str(max(1, cores() // jobs[0][1].share_cores))
+    head = ["ranks", "threads", rows[0][1].unit, "speedup", "efficiency"]
+    show_table(head, [[f"{size}", threads, f"{rate:,.1f}", f"{speedup:.2f}", f"{share:.1%}"]
+                      for size, rate, speedup, share in table])
+    write_csv(f"{results}.csv", head, [(size, threads, *rest) for size, *rest in table])
     sizes = [row[0] for row in table]
-    _plot(f"{results}.png", sizes, [row[1] for row in table], "ranks", head[1],
+    _plot(f"{results}.png", sizes, [row[1] for row in table], "ranks", head[2],
           [rows[0][1].rate / rows[0][0] * size for size in sizes])
     return code
 

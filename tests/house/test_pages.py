@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import hvdlite
+import hvdlite_torch
+from hvdlite import frontend
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 PACKAGES = ("hvdlite", "hvdlite_torch", "hvdlite_tf", "runner")
 CITED = re.compile(r"protocol\.md((?:,? ?#[\w-]+)+)")
@@ -59,3 +63,11 @@ def test_files_that_pages_name_exist() -> None:
         for path in re.findall(r"`(\w+/[\w/]+\.py)`", page.read_text(encoding="utf-8")):
             found = any((ROOT / folder / path).exists() for folder in (".", *PACKAGES))
             assert found, f"{page.name}: {path}"
+
+
+def test_every_error_that_the_page_names_is_a_name_of_every_frontend() -> None:
+    named = set(re.findall(r"^\| `(\w+)`", (ROOT / "docs/errors.md").read_text(encoding="utf-8"), re.MULTILINE))
+    assert len(named) > 15
+    assert named <= set(frontend.__all__), sorted(named - set(frontend.__all__))
+    assert all(issubclass(getattr(frontend, name), Exception) for name in named)
+    assert set(frontend.__all__) <= set(hvdlite_torch.__all__) & set(hvdlite.__all__)

@@ -251,3 +251,12 @@ def test_nothing_unsigned_is_unpickled(tmp_path: Path) -> None:
         with pytest.raises(ProtocolError, match="not signed with the job's key"):
             run_task.main({"HVDLITE_JOB_DIRECTORY": str(tmp_path), "HVDLITE_RANK": "0", "HVDLITE_SECRET": key.hex()})
     assert not (tmp_path / "exploded").exists()
+
+
+def test_the_result_of_a_function_in_place_of_it_is_refused_and_one_rank_is_said_to_be_one(
+        caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ValueError, match=r"pass the function, as in run\(train, np=2\), and not what it returns \(3\)"):
+        hvdlite.run(3, np=2)  # type: ignore[arg-type]
+    caplog.set_level("WARNING", "hvdlite")
+    assert hvdlite.run(lambda: 5) == [5]
+    assert "run() without np starts one rank" in caplog.text

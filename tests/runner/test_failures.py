@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+
+import pytest
+
 from hvdlite.core.launch_contract import FailureRecord
 from hvdlite.membership.history import shell_code
-from hvdlite_runner.job.ending import Exit, dated, root_cause
+from hvdlite_runner.job.ending import Cause, Exit, dated, root_cause
 
 
 def record(rank: int, origin: int, when: float) -> FailureRecord:
@@ -65,3 +69,29 @@ def test_failures_of_hosts_whose_clocks_differ_are_in_the_order_of_their_ages() 
     records = {0: dated(record(0, 0, 1.0), 1000.0), 1: dated(record(1, 1, 3.0), 1000.5)}
     cause = root_cause([Exit(0, 1), Exit(1, 1)], records)
     assert cause is not None and cause.exit.key == 1
+
+
+def test_ranks_that_failed_alike_before_init_are_named_together_with_the_exception() -> None:
+    same = "Traceback (most recent call last):\n  File \"a.py\", line 1\nhvd.core.NotInitializedError: no\nmore"
+    other = "Traceback (most recent call last):\n  File \"a.py\", line 2\nKeyError: 'x'"
+    exits = [Exit(0, 1), Exit(2, 1), Exit(1, 1), Exit(3, -15, ended_by_us=True), Exit(4, 1, ended_by_us=True)]
+    cause = root_cause(exits, {})
+    assert cause is not None
+    told = cause.with_tracebacks(exits, {}, {0: same, 1: other, 2: same, 3: same, 4: same})
+    assert told.describe() == ["ranks 0,2,4 failed alike: NotInitializedError: no (exit code 1)",
+                               "rank 1 failed too: KeyError: 'x'", "rank 3 ended as a consequence"]
+    alone = cause.with_tracebacks(exits, {}, {1: other})
+    assert alone.describe()[0] == "rank 0 failed first: exit code 1", "it has printed none"
+
+
+@pytest.mark.parametrize(("message", "hint"), [
+    ("No module named 'horovod'", "--horovod-compat"),
+    ("No module named 'hvdlite_torch'", f"-np 2 {sys.executable} train.py"),
+    ("No module named 'torch'", "pip install torch"),
+    ("No module named 'mine'", None),
+])
+def test_what_to_do_follows_the_exception(message: str, hint: str | None) -> None:
+    failed = FailureRecord(0, 0, 1.0, "ModuleNotFoundError", message, "", shown=True)
+    lines = Cause(Exit(0, 1), failed, ()).describe()
+    assert lines[0] == f"rank 0 failed first: ModuleNotFoundError: {message} (exit code 1)"
+    assert hint in lines[1] if hint else len(lines) == 1

@@ -43,3 +43,12 @@ def test_a_reader_that_goes_away_does_not_end_the_job() -> None:
     run.wait_for("line")
     run.process.stdout.close()
     assert run.process.wait(HANGS_SECONDS) == 6
+
+
+@pytest.mark.parametrize("program", ["import no_such_module", "import hvdlite; hvdlite.rank()"])
+def test_what_all_ranks_fail_with_before_init_is_seen_once_and_without_our_frames(program: str) -> None:
+    ended = hvdrun("-np", "3", PYTHON, "-c", program)
+    lines, error = ended.stderr.splitlines(), ended.stderr.count("Error: ")
+    assert ended.returncode == 1 and lines[0] == "[0-2]<stderr>:Traceback (most recent call last):", ended.stderr
+    assert lines[-1].startswith("hvdrun: ranks 0-2 failed alike: ") and error == 2, ended.stderr
+    assert "hvdlite/" not in ended.stderr and len(lines) <= 5

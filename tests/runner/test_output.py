@@ -119,3 +119,51 @@ def test_many_waiting_lines_are_folded_in_linear_time() -> None:
     screen.console.feed(0, "stdout", b"a\nb\n" * 20_000)
     screen.console.feed(1, "stdout", b"a\nb\n" * 20_000)
     assert screen.text == "[0-1]<stdout>:a (x2)\n[0-1]<stdout>:b (x2)\n" * 20_000
+
+
+TRACEBACK = 'Traceback (most recent call last):\n  File "a.py", line 1, in <module>\n    import b\n{}\n'
+
+
+def test_equal_tracebacks_of_ranks_are_one_block_and_others_are_blocks_too() -> None:
+    screen = Screen()
+    screen.console.processes = 4
+    same, other = TRACEBACK.format("ImportError: b").encode(), TRACEBACK.format("KeyError: 'b'\nwith a second line").encode()
+    torchs = "".join(f"[rank3]: {line}\n" for line in other.decode().splitlines()).encode()
+    for part in range(0, 200, 20):  # they come in pieces, at the same time
+        for rank in range(3):
+            screen.console.feed(rank, "stderr", same[part:part + 20] or b"")
+        screen.console.feed(3, "stderr", torchs[part:part + 20] or b"")
+    screen.console.finish()
+    lines = screen.text.splitlines()
+    assert lines == [f"[0-2]<stderr>:{line}" for line in same.decode().splitlines()] + [
+        f"[3]<stderr>:{line}" for line in other.decode().splitlines()]
+    assert screen.console.last_blocks == {0: same.decode().strip(), 1: same.decode().strip(), 2: same.decode().strip(),
+                                          3: other.decode().strip()}
+
+
+def test_a_traceback_of_a_rank_that_goes_on_is_written_before_what_other_ranks_say_of_it() -> None:
+    now = [0.0]
+    screen = Screen(clock=lambda: now[0])
+    screen.console.processes = 2
+    text = TRACEBACK.format("KeyError: 'b'")
+    screen.console.feed(1, "stderr", text.encode())
+    assert screen.text == "" and screen.console.flush_due() == pytest.approx(1.0)
+    screen.console.feed(0, "stderr", b"rank 0 ended\n")
+    assert screen.text.endswith("[1]<stderr>:KeyError: 'b'\n[0]<stderr>:rank 0 ended\n")
+    screen.console.feed(1, "stderr", text.encode())
+    now[0] = 1.5
+    assert screen.console.flush_due() == pytest.approx(1.0), "other ranks may have the same one"
+    now[0] = 3.0
+    assert screen.console.flush_due() is None and screen.text.count("KeyError") == 2
+    assert screen.console.last_blocks == {1: text.strip()}
+    screen.console.feed(1, "stderr", b"it goes on\n")
+    assert screen.console.last_blocks == {}
+
+
+def test_what_ranks_write_of_ctrl_c_is_left_out() -> None:
+    screen = Screen()
+    screen.console.drops_interrupts = True
+    screen.console.feed(0, "stderr", TRACEBACK.format("KeyboardInterrupt").encode())
+    screen.console.feed(1, "stderr", b"rank 0 failed with KeyboardInterrupt: \nmine\n")
+    screen.console.finish()
+    assert screen.text == "[1]<stderr>:mine\n"

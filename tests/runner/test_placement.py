@@ -8,7 +8,15 @@ import pytest
 
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.world import Hosts, World
-from hvdlite_runner.placement import Host, assign_slots, cores_for, parse_hostfile, parse_hosts, rename_local_hosts
+from hvdlite_runner.placement import (
+    Host,
+    assign_slots,
+    check_is_alone,
+    cores_for,
+    parse_hostfile,
+    parse_hosts,
+    rename_local_hosts,
+)
 
 
 def test_hosts() -> None:
@@ -59,3 +67,25 @@ def test_many_hosts_with_many_slots_are_placed_as_far_as_ranks_need_them() -> No
     assert assign_slots(2, hosts) == {"h0": 2}
     with pytest.raises(LaunchError, match="1,000,000,000 slots"):
         assign_slots(None, hosts)
+
+
+@pytest.mark.parametrize(("environ", "instead"), [
+    ({"HVDLITE_RANK": "1", "HVDLITE_SIZE": "2"}, "Run one: hvdrun -np 2 python 'a b.py'"),
+    ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, "srun python 'a b.py' without hvdrun"),
+])
+def test_a_job_in_each_of_several_tasks_is_refused(environ: dict[str, str], instead: str) -> None:
+    with pytest.raises(LaunchError, match=r"runs this hvdrun 2 times, here as number 1") as refused:
+        check_is_alone(environ, ["python", "a b.py"])
+    assert instead in str(refused.value)
+
+
+@pytest.mark.parametrize("environ", [
+    {},
+    {"HVDLITE_RANK": "0", "HVDLITE_SIZE": "1"},
+    {"HVDLITE_RANK": "1", "HVDLITE_SIZE": "2", "HVDLITE_JOINED": "77"},
+    {"SLURM_PROCID": "0", "SLURM_NTASKS": "4"},
+    {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+])
+def test_a_job_that_is_started_once_is_not_refused(environ: dict[str, str]) -> None:
+    """The shell of salloc and the script of sbatch are one task, and a rank may start other jobs."""
+    check_is_alone(environ, ["python", "train.py"])

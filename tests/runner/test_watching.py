@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -17,10 +18,21 @@ import hvdlite
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.ledger import Ledger
 from hvdlite.diagnostics import progress
+from hvdlite_runner.cli import job_settings
+from hvdlite_runner.host import commands
 from hvdlite_runner.host.processes import sample, stall_lines
+from hvdlite_runner.job.starts import Starts
 from hvdlite_runner.messages import ProgressReply, Sample
+from hvdlite_runner.options import parser
 from hvdlite_runner.reports.monitor import Monitor, table
-from hvdlite_runner.reports.scaling import Throughput, parse_sweep, saturation, scaling_rows, summary
+from hvdlite_runner.reports.scaling import (
+    Throughput,
+    parse_sweep,
+    saturation,
+    scaling_rows,
+    summary,
+    with_equal_threads,
+)
 from hvdlite_runner.reports.scaling import rows as profile_rows
 from tests.worlds import HVDRUN, clean_environment
 
@@ -179,7 +191,8 @@ def test_scaling_prints_and_writes_its_table(tmp_path: Path) -> None:
     ended = hvdrun(tmp_path, "--scaling", "2,1", "--results", "out", "train.py")
     assert ended.returncode == 0, ended.stderr
     printed = [line.split() for line in ended.stdout.splitlines()]
-    assert printed[0] == ["ranks", "samples/s", "speedup", "efficiency"] and [row[0] for row in printed[1:]] == ["1", "2"]
+    assert printed[0] == ["ranks", "threads", "samples/s", "speedup", "efficiency"]
+    assert [row[:2] for row in printed[1:]] == [["1", "1"], ["2", "1"]]
     with open(tmp_path / "out.csv", encoding="utf-8") as file:
         written = list(csv.DictReader(file))
     assert [row["ranks"] for row in written] == ["1", "2"] and float(written[0]["efficiency"]) == 1.0
@@ -187,6 +200,17 @@ def test_scaling_prints_and_writes_its_table(tmp_path: Path) -> None:
     assert 0 < one < 10 / 0.01 and 0 < two < 2 * 10 / 0.01, "no faster than it sleeps"
     assert float(written[1]["efficiency"]) == pytest.approx(two / one / 2, rel=0.01)
     assert (tmp_path / "out.png").exists() or "pip install matplotlib" in ended.stderr
+
+
+def test_threads_of_a_rank_are_the_same_for_every_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "cores", lambda: 8)
+    options = parser().parse_args(["--scaling", "1,4,2", sys.executable, "-c", "pass"])
+    for environ, share, threads in (({}, 4, 2), ({"OMP_NUM_THREADS": "3"}, 0, None)):
+        jobs = with_equal_threads([(str(size), job_settings(options, environ, size)) for size in options.scaling])
+        assert [(value, settings.share_cores) for value, settings in jobs] == [("1", share), ("4", share), ("2", share)]
+        for _, settings in jobs if threads else ():
+            pool = SimpleNamespace(slots_of=lambda machine, slots=settings.slots: slots, remote=lambda machine: None)
+            assert Starts(settings, pool, {}, b"", print)._threads("localhost")[0] == threads  # type: ignore[arg-type]
 
 
 @pytest.mark.slow

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -11,7 +13,7 @@ torch = pytest.importorskip("torch")
 import hvdlite_torch as hvd  # noqa: E402
 from hvdlite.core.errors import ReplicaMismatchError  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite.training.replicas import check_replicas  # noqa: E402
+from hvdlite.training.replicas import VALUES, FirstComparison, check_replicas  # noqa: E402
 from tests.torch.programs import replicas as programs  # noqa: E402
 from tests.worlds import TORCH, processes, threads  # noqa: E402
 
@@ -105,3 +107,80 @@ def test_state_that_is_taken_over_keeps_its_strides() -> None:
     (one, state), (other, taken) = threads(2, step)
     assert state.stride() == taken.stride() == one.stride() == (1, 64)
     assert torch.equal(one, other)
+
+
+def trained(caplog: pytest.LogCaptureFixture, lines: Callable[[int, torch.nn.Module], None] = lambda rank, model: None,
+            **arguments: Any) -> str:
+    """Train on two ranks for four steps, with other weights on each rank; return what was logged.
+
+    Args:
+        lines: run before the first step.
+        arguments: of `DistributedOptimizer`.
+    """
+    models = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        models.append(torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2)))
+
+    def step(runtime: Runtime) -> None:
+        model = models[runtime.world.rank]
+        lines(runtime.world.rank, model)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(),
+                                             _runtime=runtime, **arguments)
+        for turn in range(4):
+            optimizer.zero_grad()
+            model(torch.rand(3, 4) + runtime.world.rank + turn).sum().backward()
+            optimizer.step()
+            runtime.barrier("the answer is here").wait()
+    caplog.set_level("WARNING", "hvdlite")
+    threads(2, step)
+    return caplog.text
+
+
+def equal_start(rank: int, model: torch.nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum])
+def test_a_missing_broadcast_is_told_once_with_the_line(caplog: pytest.LogCaptureFixture, op: hvd.ReduceOp) -> None:
+    text = trained(caplog, op=op)
+    assert text.count("train different models") == 1
+    assert "'0.weight' and 3 of the other 5 tensors (a value of rank 0: " in text
+    assert "hvd.broadcast_parameters(model.state_dict(), root_rank=0)" in text
+
+
+def test_equal_replicas_are_not_told_of_whatever_their_buffers_are(caplog: pytest.LogCaptureFixture) -> None:
+    assert trained(caplog, equal_start) == ""
+
+
+def test_replicas_that_other_processors_have_rounded_are_equal(caplog: pytest.LogCaptureFixture) -> None:
+    def lines(rank: int, model: torch.nn.Module) -> None:
+        equal_start(rank, model)
+        with torch.no_grad():
+            model[0].weight += 1e-6 * rank
+            model[2].bias[0] = float("nan")
+    assert trained(caplog, lines) == ""
+
+
+def test_frozen_parameters_may_differ(caplog: pytest.LogCaptureFixture) -> None:
+    def lines(rank: int, model: torch.nn.Module) -> None:
+        own = model[0].weight.detach().clone()
+        equal_start(rank, model)
+        model[0].weight.requires_grad_(False).data.copy_(own)
+    assert trained(caplog, lines) == ""
+
+
+def test_ranks_without_batches_are_left_out_of_the_first_comparison(caplog: pytest.LogCaptureFixture) -> None:
+    def step(runtime: Runtime) -> None:
+        if runtime.world.rank == 1:
+            runtime.join().wait()
+            return
+        names, values = ["a", "b"], np.full((2, VALUES), float(runtime.world.rank), np.float32)
+        comparison = FirstComparison(runtime, names, values, "check", 0, "the line")
+        assert comparison.report(10.0)
+        runtime.join().wait()
+    caplog.set_level("WARNING", "hvdlite")
+    threads(3, step)
+    assert "in 'a' and 1 of the other 1 tensors (a value of rank 0: 0; rank 2: 2)" in caplog.text

@@ -9,7 +9,11 @@ import keras
 import numpy as np
 
 from hvdlite.core.array import Array
+from hvdlite.training.replicas import VALUES
 from hvdlite.training.step_reducer import ArrayStepReducer, current_weight
+
+_COMPARED = 16
+"""The most variables that are compared between ranks."""
 
 
 class KerasStepReducer(ArrayStepReducer):
@@ -34,8 +38,10 @@ class KerasStepReducer(ArrayStepReducer):
             own = float(arrays[-1]) if is_counted else None
             self._enqueue(dict(zip(present, arrays, strict=False)), slots, own)
             reduced = self._finish(present, own)
+            self._compare_once(lambda: (names, arrays[len(present)]))
             return [*(reduced[slot] for slot in present), *arrays[len(present):]]  # type: ignore[list-item]  # dense ones
-        tensors = [*sent, *counted]
+        names, few = _few_values(variables)
+        tensors = [*sent, few, *counted]
         outputs = dict(zip(given, self._call(reduce, tensors) if tensors else [], strict=False))
         return [keras.ops.cast(outputs[slot], original[slot]) if slot in given else None for slot in slots]
 
@@ -44,6 +50,18 @@ class KerasStepReducer(ArrayStepReducer):
 
 
 create_step_reducer = KerasStepReducer
+
+
+def _few_values(variables: Sequence[Any]) -> tuple[list[str], Any]:
+    """Return names and values of some variables, see `FirstComparison`: a compiled function has these in each step."""
+    chosen = [each for each in variables if keras.backend.is_float_dtype(each.dtype)]
+    chosen = chosen[::-(-len(chosen) // _COMPARED) or 1]
+    rows = []
+    for each in chosen:
+        flat = keras.ops.reshape(each.value, (-1,))
+        values = flat[::max(1, len(flat) // VALUES)][:VALUES]
+        rows.append(keras.ops.pad(keras.ops.cast(values, "float32"), [[0, VALUES - len(values)]]))
+    return [each.path for each in chosen], keras.ops.stack(rows) if rows else keras.ops.zeros((0, VALUES))
 
 
 def copies(values: Sequence[Any]) -> list[Any]:

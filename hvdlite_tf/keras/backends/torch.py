@@ -14,8 +14,9 @@ from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.gradients.before_step import BeforeStep
 from hvdlite.training.gradients.reducer import Reducer
+from hvdlite.training.replicas import VALUES
 from hvdlite.training.step_reducer import StepReducer, current_weight
-from hvdlite_torch.arrays.tensors import as_tensor, on_host
+from hvdlite_torch.arrays.tensors import as_tensor, few_values, on_host
 from hvdlite_torch.gradients.hooks import Hooks
 from hvdlite_torch.gradients.unfinal import get_grad, set_grad
 from hvdlite_torch.optimizer.reduction import gradients_of
@@ -86,6 +87,7 @@ class TorchStepReducer(StepReducer):
                     self._hand_over(hooks, tensor, gradient)
             hooks.finish_if_due(in_step=True)
             results = [get_grad(tensor) for tensor in tensors]
+            self._compare_once(lambda: ([variable.path for variable in variables], few_values(tensors, VALUES)))
             hooks.stepped()
             self._step_begins()
         finally:

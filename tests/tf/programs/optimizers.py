@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -289,3 +290,31 @@ def _ranks_with_other_variables_are_told(rank: int) -> None:
                lambda: hvd.broadcast_variables(model.variables, 0))
     else:
         hvd.broadcast_variables(model.variables, 0)
+
+
+def a_missing_broadcast_is_told_and_one_after_the_first_batch_is_in_time() -> None:
+    rank, _ = begin()
+    told: list[str] = []
+
+    def keep(record: logging.LogRecord) -> bool:
+        told.append(record.getMessage())
+        return False
+
+    logging.getLogger("hvdlite").addFilter(keep)
+    for callbacks in ([], [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]):
+        model = make(1 + rank)
+        model.compile(hvd.DistributedOptimizer(keras.optimizers.SGD(0.05)), "mse")
+        model.fit(X, Y, batch_size=16, verbose=0, callbacks=callbacks)
+        hvd.barrier()
+        model.fit(X, Y, batch_size=16, verbose=0)  # the answer is there
+    assert len(told) == (rank == 0), told
+    assert all("/dense" in each and "BroadcastGlobalVariablesCallback(0)" in each for each in told), told
+    if keras.backend.backend() == "tensorflow":
+        variable = tf.Variable([1.0 + rank, 2.0])
+        for step in range(4):
+            with hvdlite_tf.DistributedGradientTape(tf.GradientTape()) as tape:
+                loss = tf.reduce_sum(variable ** 2)
+            variable.assign_sub(0.1 * tape.gradient(loss, [variable])[0])
+            if step == 0:
+                hvdlite_tf.broadcast_variables([variable], 0)
+        assert len(told) == (rank == 0), told

@@ -1,0 +1,75 @@
+"""Programs of test_mistakes.py."""
+
+from __future__ import annotations
+
+import torch
+
+import hvdlite_torch as hvd
+
+
+def made() -> torch.nn.Module:
+    """Return a model with the same weights on all ranks, which were broadcast."""
+    hvd.init()
+    model = torch.nn.Linear(40, 30)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    return model
+
+
+def trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> None:
+    """Step on another loss on each rank."""
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.rand(2, 40) + hvd.rank()).sum().backward()
+        optimizer.step()
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def not_wrapped() -> None:
+    """A metric is averaged all the same."""
+    model = made()
+    trained(model, sgd(model))
+    hvd.allreduce(torch.ones(3))
+
+
+def of_another_model() -> None:
+    model = made()
+    optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+    trained(torch.nn.Linear(40, 30), optimizer)
+    hvd.shutdown()
+
+
+def beside_ddp(directory: str) -> None:
+    model = made()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=hvd.rank(), world_size=2)
+    wrapped = torch.nn.parallel.DistributedDataParallel(model)
+    trained(wrapped, hvd.DistributedOptimizer(sgd(wrapped), wrapped.named_parameters()))
+
+
+def right() -> None:
+    model = made()
+    trained(model, hvd.DistributedOptimizer(sgd(model), model.named_parameters()))
+    own = torch.nn.Linear(40, 30)  # of this rank
+    trained(own, sgd(own))
+
+
+def evaluated() -> None:
+    with torch.no_grad():
+        hvd.allreduce(made()(torch.ones(1, 40)).mean())
+
+
+def averaged_now_and_then() -> None:
+    """Local SGD: parameters are averaged instead of gradients."""
+    model = made()
+    trained(model, sgd(model))
+    for parameter in model.parameters():
+        hvd.allreduce_(parameter.data)
+
+
+def alone() -> None:
+    """Each rank trains a model of its own, from weights of its own."""
+    hvd.init()
+    model = torch.nn.Linear(40, 30)
+    trained(model, sgd(model))
