@@ -17,6 +17,8 @@ from hvdlite.training.checkpoints import kinds, load, save
 from hvdlite.training.checkpoints.directory import Every
 from hvdlite_tf.keras.backends import with_errors_of_backend
 from hvdlite_tf.keras.broadcast import array_of, read_back
+from hvdlite_tf.keras.sharded import sharded_in, whole_values
+from hvdlite_tf.variables import is_elsewhere
 
 __all__ = ["load", "save"]
 
@@ -30,8 +32,16 @@ class KerasKind(kinds.Kind):
         return isinstance(value, (keras.Layer, keras.optimizers.Optimizer)) or _is_variable(value) or (
             isinstance(value, list) and value != [] and all(map(_is_variable, value)))
 
+    def gather(self, value: Any) -> None:
+        read_back(value)
+        optimizer = sharded_in(value)
+        if optimizer is not None:
+            optimizer.consolidate_state(to=None)
+
     def state_of(self, value: Any) -> Any:
-        return [{"name": variable.name, "value": array_of(variable)} for variable in _variables(value)]
+        variables = _variables(value)
+        arrays = whole_values(value) or map(array_of, variables)
+        return [{"name": variable.name, "value": array} for variable, array in zip(variables, arrays, strict=True)]
 
     def array_of(self, leaf: Any) -> Array | None:
         is_tensor = keras.backend.backend() != "torch" and not isinstance(leaf, np.ndarray) and keras.ops.is_tensor(leaf)
@@ -41,15 +51,22 @@ class KerasKind(kinds.Kind):
         return keras.ops.convert_to_tensor(array)
 
     def check(self, name: str, value: Any, state: Any) -> bool:
+        variables = _variables(value)
         own = [(f"variable {index}", tuple(each.shape), keras.backend.standardize_dtype(each.dtype))
-               for index, each in enumerate(_variables(value))]  # Keras numbers names anew in each process
-        kinds.refuse_other(name, own, [(f"variable {index}", each["value"].shape, each["value"].dtype.name)
-                                       for index, each in enumerate(state)])
+               for index, each in enumerate(variables)  # Keras numbers names anew in each process
+               if not is_elsewhere(each)]
+        elsewhere = {f"variable {index}" for index, each in enumerate(variables) if is_elsewhere(each)}
+        saved = [(f"variable {index}", each["value"].shape, each["value"].dtype.name) for index, each in enumerate(state)]
+        kinds.refuse_other(name, own, [each for each in saved if each[0] not in elsewhere])
         return True
 
     def load(self, value: Any, state: Any) -> bool:
-        for variable, saved in zip(_variables(value), state, strict=True):
+        optimizer, variables = sharded_in(value), _variables(value)
+        inner = len(variables) - (0 if optimizer is None else len(optimizer.variables))  # type: ignore[attr-defined]
+        for variable, saved in zip(variables[:inner], state, strict=False):
             variable.assign(saved["value"])
+        if optimizer is not None:
+            optimizer._hvdlite_load([saved["value"] for saved in state[inner:]])
         return True
 
 
