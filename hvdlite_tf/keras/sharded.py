@@ -59,7 +59,7 @@ class Shards:
         self._reducer, self._key = reducer, key
         runtime = reducer.take_part()
         self.rank, self.ranks = runtime.world.rank, runtime.members(reducer.process_set)
-        self.name, self._world = f"{reducer.label}.sharded", reducer.world
+        self.name, self._world = f"{reducer.label}.sharded=True", reducer.world
         sizes = [math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in map(_kind, variables)]
         self._owners = {key(variable): self.ranks[owner] for variable, owner in zip(
             variables, assign_owners(sizes, [0] * len(self.ranks)), strict=True)}
@@ -247,7 +247,8 @@ class Sharded(Distributed):
         if whole is None:
             super().save_own_variables(store)  # type: ignore[misc]
         else:
-            store.update((str(index), array) for index, array in enumerate(whole))
+            for index, array in enumerate(whole):
+                store[str(index)] = array
 
     def load_own_variables(self, store: Any) -> None:
         """Like the base class's, from the whole state; this rank takes that of its own variables. Call it on all ranks."""
@@ -256,6 +257,13 @@ class Sharded(Distributed):
             super().load_own_variables(store)  # type: ignore[misc]
         else:
             self._hvdlite_load([store[str(index)] for index in range(len(variables))])
+
+    def _trackable_children(self, *arguments: Any, **named: Any) -> Any:
+        """Like the base class's, with which TensorFlow writes its own checkpoints."""
+        if self._hvdlite_state.shards is not None:
+            raise UnsupportedError("a sharded optimizer cannot be part of a tf.train.Checkpoint or SavedModel: it has the state "
+                                   "of its own variables only; use hvd.save, or consolidate_state() and model.save")
+        return super()._trackable_children(*arguments, **named)  # type: ignore[misc]
 
     def _hvdlite_whole(self) -> list[Array] | None:
         """Return the values of all variables of the whole optimizer; None where the optimizer is whole itself."""
@@ -291,12 +299,12 @@ class Sharded(Distributed):
         steps = self.gradient_accumulation_steps  # type: ignore[attr-defined]
         done = self._iterations  # type: ignore[attr-defined]
         shards.has_begun = True
-        keras.ops.cond(done == shards.start, lambda: shards.check(variables, done), lambda: keras.ops.zeros((), "int32"))
+        _cond(done == shards.start, lambda: shards.check(variables, done), lambda: keras.ops.zeros((), "int32"))
         with self._hvdlite_only_own(shards):
             super()._backend_apply_gradients(grads, variables)
         changed = self._trainable_variables if overwrites else variables  # type: ignore[attr-defined]
         others = shards.others(changed)
-        _set(others, shards.published(changed) if not steps or overwrites else keras.ops.cond(
+        _set(others, shards.published(changed) if not steps or overwrites else _cond(
             (done + 1) % steps == 0, lambda: shards.published(changed), lambda: _values(others)))
 
     def _apply_weight_decay(self, variables: Sequence[Any]) -> None:
@@ -354,6 +362,15 @@ def whole_values(optimizer: Any) -> list[Array] | None:
         return None
     count = len(optimizer.variables) - len(inner.variables)  # type: ignore[attr-defined]
     return [*map(array_of, optimizer.variables[:count]), *(inner._hvdlite_whole() or ())]
+
+
+def _cond(predicate: Any, true_fn: Callable[[], Any], false_fn: Callable[[], Any]) -> Any:
+    """Like `keras.ops.cond`, which puts its own text around errors, also where nothing is compiled."""
+    try:
+        is_true = bool(predicate)
+    except TypeError:  # TensorFlow's and JAX's for a tensor of a compiled function
+        return keras.ops.cond(predicate, true_fn, false_fn)
+    return true_fn() if is_true else false_fn()
 
 
 def _kind(variable: Any) -> Kind:
