@@ -19,7 +19,9 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: P
                         inplace: bool = False) -> None:
     """Overwrite variables (TensorFlow's or Keras') with rank `root_rank`'s.
 
-    The state of a sharded optimizer is left alone: each rank has its own part. The random states of Keras' layers are advanced, so that no two ranks draw the same numbers.
+    The state of a sharded optimizer is left alone: each rank has its own part.
+
+    The random states of Keras' layers are advanced, so that no two ranks draw the same numbers.
 
     Args:
         inplace: accepted for compatibility with Horovod; variables are always overwritten.

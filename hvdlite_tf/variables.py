@@ -43,13 +43,8 @@ def local_variables(layers: Any) -> list[Any]:
     return [variable for layer in given for variable in layer.trainable_variables]
 
 
-def mark_sharded(variable: Any) -> None:
-    """Note that a variable is part of a sharded optimizer's state, and may be different on every rank."""
-    variable._hvdlite_sharded = True
-
-
 def is_sharded(variable: Any) -> bool:
-    """Return whether a variable is part of a sharded optimizer's state."""
+    """Return whether a variable is part of a sharded optimizer's state, and may be different on every rank."""
     return getattr(variable, "_hvdlite_sharded", False)
 
 

@@ -33,7 +33,9 @@ _DIGEST = 16
 def broadcast_variables(variables: Sequence[Any], root_rank: int, name: str = "keras.variables") -> None:
     """Overwrite Keras variables with rank `root_rank`'s, outside of any compiled function.
 
-    The state of a sharded optimizer is left alone: each rank has its own part. The random states of layers are advanced by the rank, so that no two ranks draw the same numbers.
+    The state of a sharded optimizer is left alone: each rank has its own part.
+
+    The random states of layers are advanced by the rank, so that no two ranks draw the same numbers.
 
     Raises:
         MismatchError: when a shape or dtype differs between ranks.

@@ -13,12 +13,13 @@ import keras
 import numpy as np
 
 from hvdlite.core.array import Array
+from hvdlite.core.errors import UnsupportedError
 from hvdlite.training.checkpoints import kinds, load, save
 from hvdlite.training.checkpoints.directory import Every
 from hvdlite_tf.keras.backends import with_errors_of_backend
 from hvdlite_tf.keras.broadcast import array_of, read_back
-from hvdlite_tf.keras.sharded import sharded_in, whole_values
-from hvdlite_tf.variables import is_elsewhere
+from hvdlite_tf.keras.sharded import load_whole, sharded_in, whole_values
+from hvdlite_tf.variables import is_elsewhere, is_sharded
 
 __all__ = ["load", "save"]
 
@@ -61,18 +62,19 @@ class KerasKind(kinds.Kind):
         return True
 
     def load(self, value: Any, state: Any) -> bool:
-        optimizer, variables = sharded_in(value), _variables(value)
-        inner = len(variables) - (0 if optimizer is None else len(optimizer.variables))  # type: ignore[attr-defined]
-        for variable, saved in zip(variables[:inner], state, strict=False):
+        variables = _variables(value)
+        if sharded_in(value) is not None:
+            return load_whole(value, {str(index): saved["value"] for index, saved in enumerate(state)})
+        for variable, saved in zip(variables, state, strict=True):
             variable.assign(saved["value"])
-        if optimizer is not None:
-            optimizer._hvdlite_load([saved["value"] for saved in state[inner:]])
         return True
 
 
 def _variables(value: Any) -> Sequence[Any]:
     """Return the variables of an object, in their order."""
     if isinstance(value, list) or _is_variable(value):
+        if any(map(is_sharded, value if isinstance(value, list) else [value])):
+            raise UnsupportedError("this rank has a part of a sharded optimizer's variables only; give the optimizer itself")
         return value if isinstance(value, list) else [value]
     read_back(value)
     own: Any = value.variables

@@ -30,7 +30,6 @@ from hvdlite_tf.variables import local_variables
 if TYPE_CHECKING:
     from hvdlite_tf.keras.sharded import Shards
 
-_LOCAL = "sharded=True: variables that are left to each rank have no owner; leave out local layers, or sharded"
 
 @dataclasses.dataclass(frozen=True)
 class _Settings:
@@ -146,7 +145,8 @@ class Distributed:
         if not (isinstance(var, keras.Variable) or hasattr(var, "assign")):
             raise ValueError(f"register_local_var takes a variable, such as layer.kernel, and no {type(var).__name__}")
         if self._hvdlite_settings.sharded:
-            raise UnsupportedError(_LOCAL)
+            raise UnsupportedError("sharded=True: variables that are left to each rank have no owner; leave out local "
+                                   "layers, or sharded")
         if self._hvdlite_state.has_begun:
             raise ValueError("register_local_var comes too late: this optimizer has been built or has made a step, and "
                              "exchanges the variable's gradients; call it right after hvd.DistributedOptimizer(...)")
@@ -297,11 +297,10 @@ def PartialDistributedOptimizer(optimizer: Any, *arguments: Any, local_layers: A
         UnsupportedError: for local layers of a sharded optimizer.
     """
     local = local_variables(local_layers)
-    if local and named.get("sharded"):
-        raise UnsupportedError(_LOCAL)
     wrapped = DistributedOptimizer(optimizer, *arguments, **named)
     inner = getattr(wrapped, "inner_optimizer", wrapped)
-    inner._hvdlite_state.local.update((id(variable), variable) for variable in local)
+    for variable in local:
+        inner.register_local_var(variable)
     return wrapped
 
 

@@ -1,4 +1,4 @@
-"""`DistributedOptimizer(..., sharded=True)` for Keras 3: each variable has one owner, which alone has its slots and updates it.
+"""`DistributedOptimizer(..., sharded=True)` for Keras 3: a variable's owner alone has its slots and updates it.
 
 Gradients are reduced as without sharding, and clipped as all of them. Then the optimizer sees the pairs of gradients and
 variables that this rank owns, and the owners publish the new values. An optimizer is built as always, but where another rank
@@ -28,13 +28,13 @@ from hvdlite.training.step_reducer import StepReducer
 from hvdlite_tf.keras.backends import call, with_errors_of_backend
 from hvdlite_tf.keras.broadcast import array_of
 from hvdlite_tf.keras.optimizer import Distributed, distributed_in
-from hvdlite_tf.variables import is_elsewhere, is_sharded, mark_sharded
+from hvdlite_tf.variables import is_elsewhere, is_sharded
 
 Kind = tuple[tuple[int, ...], str]
 """Shape and dtype."""
-_ADVICE: Final = ("A sharded optimizer needs the same variables, with the same values, on all ranks when it begins: begin the "
-                  "model with keras.Input, put BroadcastGlobalVariablesCallback first or call broadcast_variables before the "
-                  "first step, load the optimizer's state on all ranks, and freeze the same variables everywhere")
+_ADVICE: Final = ("A sharded optimizer needs the same variables, with the same values, on all ranks when it begins: begin "
+                  "the model with keras.Input, put BroadcastGlobalVariablesCallback first or call broadcast_variables "
+                  "before the first step, load the optimizer's state on all ranks, and freeze the same variables everywhere")
 _EARLIER: Final = ("a sharded optimizer of an earlier world has a part of its state only: before shutdown(), call "
                    "consolidate_state(to=None) and save the model, and load it into a new optimizer on all ranks")
 
@@ -71,12 +71,11 @@ class Shards:
         """Return whether this rank updates a variable."""
         return self._owners[self._key(variable)] == self.rank
 
-    def others(self, variables: Sequence[Any]) -> list[Any]:
-        """Return the variables among these that other ranks update."""
-        return [variable for variable in variables if not self.is_own(variable)]
+    def check(self, variables: Sequence[Any], iterations: Any, gradient: Any) -> Any:
+        """Compare the variables and `iterations` of all ranks; all ranks call this. Returns the gradient.
 
-    def check(self, variables: Sequence[Any], iterations: Any) -> Any:
-        """Compare the variables and `iterations` of all ranks; all ranks call this. Returns a tensor that depends on it.
+        Args:
+            gradient: a tensor, by which this comes between other collectives in the same place of every compiled step.
 
         Raises:
             ReplicaMismatchError: on all ranks, where they differ.
@@ -86,26 +85,32 @@ class Shards:
         def compare(arrays: Sequence[Array]) -> list[Array]:
             self._check_world()
             named = [(name, np.asarray(array, order="C"))
-                     for name, array in zip([*names, "iterations"], arrays, strict=True)]
+                     for name, array in zip([*names, "iterations"], arrays, strict=False)]
             check_replicas(self._reducer.take_part(), named, f"{self.name}.begin", self._reducer.process_set, _ADVICE)
-            return [np.zeros((), np.int32)]
-        return call(compare, _values([*variables, iterations]), [keras.ops.zeros((), "int32")])[0]
+            return [arrays[-1]]
+        return call(compare, [*_values([*variables, iterations]), gradient], [gradient])[0]
 
-    def published(self, variables: Sequence[Any]) -> list[Any]:
-        """Return the owners' values of those variables that others own; all ranks call this with the same variables."""
-        own, others = list(filter(self.is_own, variables)), self.others(variables)
+    def publish(self, variables: Sequence[Any], is_due: Any = True) -> None:
+        """Give every rank the owners' values of variables; all ranks call this with the same ones.
+
+        Args:
+            is_due: False to change nothing: a bool, or a tensor that is equal on all ranks.
+        """
+        own = list(filter(self.is_own, variables))
+        changed = [variable for variable in variables if not self.is_own(variable)] or own[:1]
+        owners = [self._owners[self._key(variable)] for variable in changed]
         kinds: dict[int, list[Kind]] = {}
         for variable in variables:
             kinds.setdefault(self._owners[self._key(variable)], []).append(_kind(variable))
-        owners = [self._owners[self._key(variable)] for variable in others]
 
         def publish(arrays: Sequence[Array]) -> list[Array]:
             self._check_world()
             self.gathered = None
             found = {owner: iter(each) for owner, each in self.exchange(arrays, kinds, "values").items()}
-            return [next(found[owner]) for owner in owners] or [arrays[0]]
-        results = call(publish, _values(own), _values(others or own[:1]))
-        return results if others else []
+            return [next(found[owner]) for owner in owners]
+        results = _cond(is_due, lambda: call(publish, _values(own), _values(changed)), lambda: _values(changed))
+        for variable, result in zip(changed, results, strict=True):
+            variable.assign(result)
 
     def exchange(self, arrays: Sequence[Array], kinds: Mapping[int, Sequence[Kind]], name: str) -> dict[int, list[Array]]:
         """Return each owner's arrays on all ranks, in one block of memory for each owner; all ranks call this.
@@ -148,8 +153,8 @@ class Shards:
                 kinds[owners[0]].append(each[self.ranks.index(owners[0])][:2])
                 places[owners[0]].append(index)
             elif is_sharded(variable) and len(set(each)) > 1 and all(variable is not other for other in local):
-                raise UnsupportedError(f"sharded=True: the optimizer's variable '{variable.path}' belongs to one variable of "
-                                       "the model, but has no dimension by which this is seen, so its owner is not known")
+                raise UnsupportedError(f"sharded=True: the optimizer's variable '{variable.path}' differs between ranks, "
+                                       "and has no dimension by which its owner is seen; make it in the shape of a variable")
         found = self.exchange([arrays[index] for index in places[self.rank]],
                               {rank: each for rank, each in kinds.items() if each}, "state")
         for rank, values in found.items() if root in (self.rank, None) else ():
@@ -185,7 +190,7 @@ class Sharded(Distributed):
         object.__setattr__(self, "_trainable_variables_indices", {
             self._var_key(each): index for index, each in enumerate(variables)})  # type: ignore[attr-defined]
         for each in [self._iterations, *self.variables[before:]]:  # type: ignore[attr-defined]
-            mark_sharded(each)
+            each._hvdlite_sharded = True  # see `is_sharded`
         self._hvdlite_watch(variables)
 
     def add_variable_from_reference(self, reference_variable: Any, name: str | None = None, *arguments: Any,
@@ -212,7 +217,7 @@ class Sharded(Distributed):
             return
         with self._hvdlite_only_own(shards):
             super().finalize_variable_values(list(filter(shards.is_own, var_list)))  # type: ignore[misc]
-        _set(shards.others(var_list), shards.published(var_list))
+        shards.publish(var_list)
 
     # --- state ---------------------------------------------------------------------------------------------------------
 
@@ -243,69 +248,40 @@ class Sharded(Distributed):
         Raises:
             UnsupportedError: on other ranks, and where no `consolidate_state()` came after the last step.
         """
-        whole = self._hvdlite_whole()
-        if whole is None:
+        if not save_whole(self, store):
             super().save_own_variables(store)  # type: ignore[misc]
-        else:
-            for index, array in enumerate(whole):
-                store[str(index)] = array
 
     def load_own_variables(self, store: Any) -> None:
         """Like the base class's, from the whole state; this rank takes that of its own variables. Call it on all ranks."""
-        variables = self.variables  # type: ignore[attr-defined]
-        if self._hvdlite_state.shards is None or len(store.keys()) != len(variables):  # for which Keras has a warning
+        if not load_whole(self, store):
             super().load_own_variables(store)  # type: ignore[misc]
-        else:
-            self._hvdlite_load([store[str(index)] for index in range(len(variables))])
 
     def _trackable_children(self, *arguments: Any, **named: Any) -> Any:
         """Like the base class's, with which TensorFlow writes its own checkpoints."""
         if self._hvdlite_state.shards is not None:
-            raise UnsupportedError("a sharded optimizer cannot be part of a tf.train.Checkpoint or SavedModel: it has the state "
-                                   "of its own variables only; use hvd.save, or consolidate_state() and model.save")
+            raise UnsupportedError("a sharded optimizer cannot be part of a tf.train.Checkpoint or SavedModel: it has the "
+                                   "state of its own variables only; use hvd.save, or consolidate_state() and model.save")
         return super()._trackable_children(*arguments, **named)  # type: ignore[misc]
-
-    def _hvdlite_whole(self) -> list[Array] | None:
-        """Return the values of all variables of the whole optimizer; None where the optimizer is whole itself."""
-        shards = self._hvdlite_state.shards
-        if shards is None:
-            return None
-        if shards.gathered is None or shards.gathered[0] not in (shards.rank, None):
-            last = "" if shards.gathered is None else f" (the last call gathered it on rank {shards.gathered[0]})"
-            raise UnsupportedError(
-                f"rank {shards.rank}: a sharded optimizer has the state of its own variables only; call "
-                f"optimizer.consolidate_state(to={shards.rank}) on all ranks, after the step and before it is saved{last}")
-        return shards.gathered[1]
-
-    def _hvdlite_load(self, values: Sequence[Any]) -> None:
-        """Set the variables that this rank has to the whole optimizer's values."""
-        for variable, value in zip(self.variables, values, strict=True):  # type: ignore[attr-defined]
-            if not is_elsewhere(variable):
-                variable.assign(value)
-        shards = self._hvdlite_state.shards
-        assert shards is not None
-        shards.gathered = None
-        if not shards.has_begun:
-            shards.start = int(array_of(self._iterations))  # type: ignore[attr-defined]
 
     # --- stages of a step ----------------------------------------------------------------------------------------------
 
     def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Any]) -> Any:
-        shards, variables = self._hvdlite_state.shards, list(trainable_variables)
+        shards = self._hvdlite_state.shards
         if shards is None:
-            super()._backend_apply_gradients(grads, variables)
+            super()._backend_apply_gradients(grads, trainable_variables)
             return
-        overwrites = self.use_ema and self.ema_overwrite_frequency  # type: ignore[attr-defined]
-        steps = self.gradient_accumulation_steps  # type: ignore[attr-defined]
-        done = self._iterations  # type: ignore[attr-defined]
         shards.has_begun = True
-        _cond(done == shards.start, lambda: shards.check(variables, done), lambda: keras.ops.zeros((), "int32"))
+        done, first = self._iterations, grads[0]  # type: ignore[attr-defined]
+        values = first.values if hasattr(first, "dense_shape") else first  # tf.IndexedSlices
+        values = _cond(done == shards.start, lambda: shards.check(trainable_variables, done, values), lambda: values)
+        first = type(first)(values, first.indices, first.dense_shape) if hasattr(first, "dense_shape") else values
         with self._hvdlite_only_own(shards):
-            super()._backend_apply_gradients(grads, variables)
-        changed = self._trainable_variables if overwrites else variables  # type: ignore[attr-defined]
-        others = shards.others(changed)
-        _set(others, shards.published(changed) if not steps or overwrites else _cond(
-            (done + 1) % steps == 0, lambda: shards.published(changed), lambda: _values(others)))
+            super()._backend_apply_gradients([first, *grads[1:]], trainable_variables)
+        steps = self.gradient_accumulation_steps  # type: ignore[attr-defined]
+        if self.use_ema and self.ema_overwrite_frequency:  # type: ignore[attr-defined]
+            shards.publish(self._trainable_variables)  # type: ignore[attr-defined]
+        else:
+            shards.publish(trainable_variables, (done + 1) % steps == 0 if steps else True)
 
     def _apply_weight_decay(self, variables: Sequence[Any]) -> None:
         own, _ = self._hvdlite_own(variables, variables)
@@ -341,12 +317,12 @@ class Sharded(Distributed):
 def check_sharded(optimizer: Any) -> None:
     """Raise `UnsupportedError` for an optimizer that cannot be sharded."""
     if hasattr(optimizer, "optimizers"):
-        raise UnsupportedError(f"sharded=True: {type(optimizer).__name__} passes variables on to optimizers of its own, which "
-                               "would have their whole state; wrap a plain optimizer")
+        raise UnsupportedError(f"sharded=True: {type(optimizer).__name__} passes variables on to optimizers of its own, "
+                               "which would have their whole state; wrap a plain optimizer")
     if optimizer.built:
-        raise UnsupportedError(f"sharded=True: optimizer '{optimizer.name}' has been built, with its whole state. Wrap a new "
-                               "one, build it with the model's trainable variables, and load what has been saved, with "
-                               "model.load_weights or hvd.load on all ranks")
+        raise UnsupportedError(f"sharded=True: optimizer '{optimizer.name}' has been built, with its whole state. Wrap a "
+                               "new one, build it with the model's trainable variables, and load what has been saved "
+                               "with model.load_weights or hvd.load, on all ranks")
 
 
 def sharded_in(optimizer: Any) -> Sharded | None:
@@ -356,12 +332,47 @@ def sharded_in(optimizer: Any) -> Sharded | None:
 
 
 def whole_values(optimizer: Any) -> list[Array] | None:
-    """Return the values of an optimizer's variables, where `consolidate_state` has gathered them; None for a whole one."""
+    """Return the values of an optimizer's variables, where they have been gathered; None for a whole one.
+
+    Raises:
+        UnsupportedError: where they have not.
+    """
     inner = sharded_in(optimizer)
     if inner is None:
         return None
-    count = len(optimizer.variables) - len(inner.variables)  # type: ignore[attr-defined]
-    return [*map(array_of, optimizer.variables[:count]), *(inner._hvdlite_whole() or ())]
+    shards = inner._hvdlite_state.shards
+    assert shards is not None
+    if shards.gathered is None or shards.gathered[0] not in (shards.rank, None):
+        last = "" if shards.gathered is None else f" (the last call gathered it on rank {shards.gathered[0]})"
+        raise UnsupportedError(
+            f"rank {shards.rank}: a sharded optimizer has the state of its own variables only; call "
+            f"optimizer.consolidate_state(to={shards.rank}) on all ranks, after the step and before it is saved{last}")
+    values = shards.gathered[1]
+    return [*map(array_of, optimizer.variables[:-len(values)]), *values]
+
+
+def save_whole(optimizer: Any, store: Any) -> bool:
+    """Write the values of all variables of an optimizer into a store of Keras; return False for a whole optimizer."""
+    values = whole_values(optimizer)
+    for index, value in enumerate(values or ()):
+        store[str(index)] = value
+    return values is not None
+
+
+def load_whole(optimizer: Any, store: Any) -> bool:
+    """Set those variables that this rank has; return False for a whole optimizer, or where Keras warns of the store."""
+    inner, variables = sharded_in(optimizer), optimizer.variables
+    if inner is None or len(store.keys()) != len(variables):
+        return False
+    for index, variable in enumerate(variables):
+        if not is_elsewhere(variable):
+            variable.assign(store[str(index)])
+    shards = inner._hvdlite_state.shards
+    assert shards is not None
+    shards.gathered = None
+    if not shards.has_begun:
+        shards.start = int(array_of(inner._iterations))  # type: ignore[attr-defined]
+    return True
 
 
 def _cond(predicate: Any, true_fn: Callable[[], Any], false_fn: Callable[[], Any]) -> Any:
@@ -379,11 +390,6 @@ def _kind(variable: Any) -> Kind:
 
 def _values(variables: Sequence[Any]) -> list[Any]:
     return list(map(keras.ops.convert_to_tensor, variables))
-
-
-def _set(variables: Sequence[Any], values: Sequence[Any]) -> None:
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
 
 
 def _stand_in(variable: Any) -> Any:
