@@ -191,7 +191,7 @@ def refused() -> None:
         assert "use hvd.save" in error(UnsupportedError, lambda: tf.train.Checkpoint(optimizer=optimizer).write("/dev/null"))
     assert not pickle.loads(pickle.dumps(optimizer)).built  # noqa: S301
     assert "cannot be part of an elastic state" in error(UnsupportedError, lambda: hvd.elastic.KerasState(module))
-    assert "give the optimizer itself" in error(UnsupportedError, lambda: hvd.save("/dev/null", o=optimizer.variables))
+    assert "give the optimizer itself" in error(HvdliteError, lambda: hvd.save("/dev/null", o=optimizer.variables))
     assert "has been built, with its whole state" in error(UnsupportedError, lambda: distributed(_built(), sharded=True))
     for wrong in (lambda: optimizer.register_local_var(module.trainable_variables[0]),
                   lambda: hvd.PartialDistributedOptimizer(keras.optimizers.SGD(), local_layers=module.layers[0],
