@@ -12,12 +12,14 @@ from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.training import objects
 from hvdlite_tf.errors import as_tensorflow
 from hvdlite_tf.ops import broadcast_
-from hvdlite_tf.variables import is_random_state
+from hvdlite_tf.variables import is_random_state, is_sharded
 
 
 def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set,
                         inplace: bool = False) -> None:
     """Overwrite variables (TensorFlow's or Keras') with rank `root_rank`'s.
+
+    The state of a sharded optimizer is left alone: each rank has its own part.
 
     The random states of Keras' layers are advanced, so that no two ranks draw the same numbers.
 
@@ -30,7 +32,7 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, process_set: P
     """
     if api.is_provisional():  # this process joins an elastic job: hvd.elastic.run synchronises the state
         return
-    given = list(variables) if isinstance(variables, Iterable) else [variables]
+    given = [each for each in (variables if isinstance(variables, Iterable) else [variables]) if not is_sharded(each)]
     own = [getattr(variable, "value", variable) if not isinstance(variable, tf.Variable) else variable for variable in given]
     for variable, mine in zip(given, own, strict=True):
         if not isinstance(mine, tf.Variable):

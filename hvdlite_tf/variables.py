@@ -41,3 +41,13 @@ def local_variables(layers: Any) -> list[Any]:
         if not getattr(layer, "built", True):
             raise ValueError(f"layer '{layer.name}' of local_layers has no variables yet: build the model first")
     return [variable for layer in given for variable in layer.trainable_variables]
+
+
+def is_sharded(variable: Any) -> bool:
+    """Return whether a variable is part of a sharded optimizer's state, and may be different on every rank."""
+    return getattr(variable, "_hvdlite_sharded", False)
+
+
+def is_elsewhere(variable: Any) -> bool:
+    """Return whether a variable of an optimizer has its value on another rank."""
+    return is_sharded(variable) and 0 in tuple(variable.shape)

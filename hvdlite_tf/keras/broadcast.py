@@ -22,7 +22,7 @@ from hvdlite.core.errors import MismatchError, UnsupportedError
 from hvdlite.core.types import ReduceOp
 from hvdlite_tf.compression import Compression, Compressor
 from hvdlite_tf.keras.backends import with_errors_of_backend
-from hvdlite_tf.variables import is_random_state, moved_on
+from hvdlite_tf.variables import is_random_state, is_sharded, moved_on
 
 _SMALL = 1 << 16
 """Bytes of the largest variable that shares a broadcast."""
@@ -33,6 +33,8 @@ _DIGEST = 16
 def broadcast_variables(variables: Sequence[Any], root_rank: int, name: str = "keras.variables") -> None:
     """Overwrite Keras variables with rank `root_rank`'s, outside of any compiled function.
 
+    The state of a sharded optimizer is left alone: each rank has its own part.
+
     The random states of layers are advanced by the rank, so that no two ranks draw the same numbers.
 
     Raises:
@@ -40,7 +42,7 @@ def broadcast_variables(variables: Sequence[Any], root_rank: int, name: str = "k
     """
     if api.is_provisional():  # this process joins an elastic job: hvd.elastic.run synchronises the state
         return
-    rank = api.runtime().world.rank
+    rank, variables = api.runtime().world.rank, [variable for variable in variables if not is_sharded(variable)]
     arrays = values_of_root(variables, root_rank, name)
     if rank == root_rank:
         return

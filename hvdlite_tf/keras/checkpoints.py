@@ -13,10 +13,13 @@ import keras
 import numpy as np
 
 from hvdlite.core.array import Array
+from hvdlite.core.errors import UnsupportedError
 from hvdlite.training.checkpoints import kinds, load, save
 from hvdlite.training.checkpoints.directory import Every
 from hvdlite_tf.keras.backends import with_errors_of_backend
 from hvdlite_tf.keras.broadcast import array_of, read_back
+from hvdlite_tf.keras.sharded import load_whole, sharded_in, whole_values
+from hvdlite_tf.variables import is_elsewhere, is_sharded
 
 __all__ = ["load", "save"]
 
@@ -30,8 +33,16 @@ class KerasKind(kinds.Kind):
         return isinstance(value, (keras.Layer, keras.optimizers.Optimizer)) or _is_variable(value) or (
             isinstance(value, list) and value != [] and all(map(_is_variable, value)))
 
+    def gather(self, value: Any) -> None:
+        read_back(value)
+        optimizer = sharded_in(value)
+        if optimizer is not None:
+            optimizer.consolidate_state(to=None)
+
     def state_of(self, value: Any) -> Any:
-        return [{"name": variable.name, "value": array_of(variable)} for variable in _variables(value)]
+        variables = _variables(value)
+        arrays = whole_values(value) or map(array_of, variables)
+        return [{"name": variable.name, "value": array} for variable, array in zip(variables, arrays, strict=True)]
 
     def array_of(self, leaf: Any) -> Array | None:
         is_tensor = keras.backend.backend() != "torch" and not isinstance(leaf, np.ndarray) and keras.ops.is_tensor(leaf)
@@ -41,14 +52,20 @@ class KerasKind(kinds.Kind):
         return keras.ops.convert_to_tensor(array)
 
     def check(self, name: str, value: Any, state: Any) -> bool:
+        variables = _variables(value)
         own = [(f"variable {index}", tuple(each.shape), keras.backend.standardize_dtype(each.dtype))
-               for index, each in enumerate(_variables(value))]  # Keras numbers names anew in each process
-        kinds.refuse_other(name, own, [(f"variable {index}", each["value"].shape, each["value"].dtype.name)
-                                       for index, each in enumerate(state)])
+               for index, each in enumerate(variables)  # Keras numbers names anew in each process
+               if not is_elsewhere(each)]
+        elsewhere = {f"variable {index}" for index, each in enumerate(variables) if is_elsewhere(each)}
+        saved = [(f"variable {index}", each["value"].shape, each["value"].dtype.name) for index, each in enumerate(state)]
+        kinds.refuse_other(name, own, [each for each in saved if each[0] not in elsewhere])
         return True
 
     def load(self, value: Any, state: Any) -> bool:
-        for variable, saved in zip(_variables(value), state, strict=True):
+        variables = _variables(value)
+        if sharded_in(value) is not None:
+            return load_whole(value, {str(index): saved["value"] for index, saved in enumerate(state)})
+        for variable, saved in zip(variables, state, strict=True):
             variable.assign(saved["value"])
         return True
 
@@ -56,6 +73,8 @@ class KerasKind(kinds.Kind):
 def _variables(value: Any) -> Sequence[Any]:
     """Return the variables of an object, in their order."""
     if isinstance(value, list) or _is_variable(value):
+        if any(map(is_sharded, value if isinstance(value, list) else [value])):
+            raise UnsupportedError("this rank has a part of a sharded optimizer's variables only; give the optimizer itself")
         return value if isinstance(value, list) else [value]
     read_back(value)
     own: Any = value.variables

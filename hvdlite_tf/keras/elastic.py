@@ -10,7 +10,7 @@ import keras
 
 from hvdlite import api
 from hvdlite.core.array import Array
-from hvdlite.core.errors import HorovodInternalError, HostsUpdatedInterrupt
+from hvdlite.core.errors import HorovodInternalError, HostsUpdatedInterrupt, UnsupportedError
 from hvdlite.training.elastic import run
 from hvdlite.training.elastic.state import ComparedState, ObjectState, Part, State
 from hvdlite.training.replicas import digest
@@ -23,6 +23,7 @@ from hvdlite_tf.keras.elastic_callbacks import (
     UpdateEpochStateCallback,
 )
 from hvdlite_tf.keras.elastic_fit import fit
+from hvdlite_tf.keras.optimizer import distributed_in
 from hvdlite_tf.variables import is_random_state, moved_on
 
 __all__ = ["CommitStateCallback", "HorovodInternalError", "HostsUpdatedInterrupt", "KerasState", "ObjectState", "State",
@@ -124,6 +125,9 @@ class KerasState(VariablesState):
                              "model.build(input_shape) or the model on one batch, before you make the state")
         self.model = model
         self.optimizer = optimizer if optimizer is not None else getattr(model, "optimizer", None)
+        if getattr(getattr(distributed_in(self.optimizer), "_hvdlite_settings", None), "sharded", False):
+            raise UnsupportedError("an optimizer with sharded=True cannot be part of an elastic state: when a rank is lost, "
+                                   "so is the optimizer state of the variables that it owns")
         if self.optimizer is not None and not getattr(self.optimizer, "built", True):
             self.optimizer.build(model.trainable_variables)
         super().__init__(**kwargs, _position_in_epoch=(0, 0), _place=None, _callbacks=None)

@@ -5,7 +5,8 @@
 - `Trainer.make_train_function`: a training step that was compiled before the optimizer was wrapped, or in another world, is
   compiled again.
 - `LossScaleOptimizer`: it tests reduced gradients, which are equal on all ranks, so an overflow on one rank skips the step
-  on all ranks. If they differ (accumulation, local variables), the ranks combine their tests.
+  on all ranks. If they differ (accumulation, local variables), the ranks combine their tests. Its variables, which are
+  saved, include those of its inner optimizer, of which a sharded one has a part.
 - The reduction of losses; see `step.py`.
 """
 
@@ -22,6 +23,7 @@ from hvdlite_tf.keras import scope, step
 from hvdlite_tf.keras.backends import all_ranks_true
 from hvdlite_tf.keras.distributed_model import distribute_model
 from hvdlite_tf.keras.optimizer import distributed_in, is_distributed
+from hvdlite_tf.keras.sharded import load_whole, save_whole
 
 _log = logging.getLogger("hvdlite")
 
@@ -31,7 +33,8 @@ def install() -> None:
     for name, hook in (("compile", _compiling), ("make_train_function", _making)):
         step.replace(next(owner for owner in keras.Model.__mro__ if name in vars(owner)), name, hook)
     scaler = keras.optimizers.LossScaleOptimizer
-    for name, hook in (("apply", _applying), ("stateless_apply", _applying_statelessly), ("check_finite", _checking)):
+    for name, hook in (("apply", _applying), ("stateless_apply", _applying_statelessly), ("check_finite", _checking),
+                       ("save_own_variables", _saving), ("load_own_variables", _loading)):
         step.replace(scaler, name, hook)
     step.install()
 
@@ -104,6 +107,20 @@ def _applying_statelessly(original: Any) -> Any:
         with inner._hvdlite_reducing(grads, inner._trainable_variables) as reduced:
             return original(self, optimizer_variables, reduced, trainable_variables)
     return stateless_apply
+
+
+def _saving(original: Any) -> Any:
+    def save_own_variables(self: Any, store: Any) -> None:
+        if not save_whole(self, store):
+            original(self, store)
+    return save_own_variables
+
+
+def _loading(original: Any) -> Any:
+    def load_own_variables(self: Any, store: Any) -> None:
+        if not load_whole(self, store):
+            original(self, store)
+    return load_own_variables
 
 
 def _checking(original: Any) -> Any:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 import numpy as np
@@ -27,6 +27,9 @@ from hvdlite_tf.compression import Compression, Compressor
 from hvdlite_tf.keras.backends import call, create_step_reducer
 from hvdlite_tf.variables import local_variables
 
+if TYPE_CHECKING:
+    from hvdlite_tf.keras.sharded import Shards
+
 
 @dataclasses.dataclass(frozen=True)
 class _Settings:
@@ -36,11 +39,13 @@ class _Settings:
         arguments: of its `StepReducer`.
         scales_local: whether gradients of local variables are divided by the number of ranks.
         summed: how many backward passes are summed; 1 when they are averaged, as Keras does.
+        sharded: whether each rank has the state of some variables only.
     """
 
     arguments: dict[str, Any]
     scales_local: bool = True
     summed: int = 1
+    sharded: bool = False
 
 
 @dataclasses.dataclass(eq=False)
@@ -53,6 +58,7 @@ class _State:
         applied: variables whose accumulated gradients are applied at the moment.
         are_reduced: whether the gradients that come in at the moment have been reduced already.
         has_begun: whether gradients have been reduced, or are from now on while they are computed.
+        shards: who owns which variable, from when a sharded optimizer is built.
     """
 
     reducer: StepReducer | None = None
@@ -60,9 +66,10 @@ class _State:
     applied: Sequence[Any] = ()
     are_reduced: bool = False
     has_begun: bool = False
+    shards: Shards | None = None
 
 
-class _Distributed:
+class Distributed:
     """Mixed into the user's optimizer class; every wrapping makes a class of its own, with these attributes."""
 
     _hvdlite_base: type
@@ -133,9 +140,13 @@ class _Distributed:
 
         Raises:
             ValueError: for what is no variable, or when gradients are reduced already.
+            UnsupportedError: for a sharded optimizer.
         """
         if not (isinstance(var, keras.Variable) or hasattr(var, "assign")):
             raise ValueError(f"register_local_var takes a variable, such as layer.kernel, and no {type(var).__name__}")
+        if self._hvdlite_settings.sharded:
+            raise UnsupportedError("sharded=True: variables that are left to each rank have no owner; leave out local "
+                                   "layers, or sharded")
         if self._hvdlite_state.has_begun:
             raise ValueError("register_local_var comes too late: this optimizer has been built or has made a step, and "
                              "exchanges the variable's gradients; call it right after hvd.DistributedOptimizer(...)")
@@ -226,7 +237,7 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: 
                          gradient_predivide_factor: float = 1.0, op: ReduceOp = ReduceOp.AVERAGE,
                          backward_passes_per_step: int = 1, average_aggregated_gradients: bool = False,
                          num_groups: int = 0, groups: Any = None, process_set: ProcessSet = global_process_set,
-                         scale_local_gradients: bool = True, use_locking: bool = False) -> Any:
+                         scale_local_gradients: bool = True, use_locking: bool = False, sharded: bool = False) -> Any:
     """Make a Keras 3 optimizer average its gradients over all ranks; returns the same object.
 
     Clipping, loss scaling, weight decay, moving averages and Keras' own gradient accumulation act on reduced gradients.
@@ -249,10 +260,12 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: 
         process_set: the ranks that share gradients.
         scale_local_gradients: divide gradients of local variables (`register_local_var`, `PartialDistributedOptimizer`) by
             the number of ranks.
+        sharded: whether each rank has the optimizer state of some variables only, which it updates for all ranks.
 
     Raises:
         ValueError: for another op, an optimizer that is wrapped already or is not Keras 3's, and for a built one that would
             have to begin to accumulate.
+        UnsupportedError: for an optimizer that cannot be sharded.
         NotInitializedError: before `init()`.
     """
     _check_optimizer(optimizer)
@@ -266,7 +279,10 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: 
     if backward_passes_per_step > 1:
         _accumulate(inner, backward_passes_per_step)
     summed = 1 if average_aggregated_gradients else backward_passes_per_step
-    _wrap(inner, _Settings(arguments, scale_local_gradients, summed))
+    if sharded:
+        from hvdlite_tf.keras.sharded import check_sharded  # it extends `Distributed`
+        check_sharded(inner)
+    _wrap(inner, _Settings(arguments, scale_local_gradients, summed, sharded))
     return optimizer
 
 
@@ -278,17 +294,19 @@ def PartialDistributedOptimizer(optimizer: Any, *arguments: Any, local_layers: A
 
     Raises:
         ValueError: for what is not a layer, or has not been built.
+        UnsupportedError: for local layers of a sharded optimizer.
     """
     local = local_variables(local_layers)
     wrapped = DistributedOptimizer(optimizer, *arguments, **named)
     inner = getattr(wrapped, "inner_optimizer", wrapped)
-    inner._hvdlite_state.local.update((id(variable), variable) for variable in local)
+    for variable in local:
+        inner.register_local_var(variable)
     return wrapped
 
 
 def is_distributed(optimizer: Any) -> bool:
     """Return whether an optimizer is one that `DistributedOptimizer` has wrapped."""
-    return issubclass(type(optimizer), _Distributed)
+    return issubclass(type(optimizer), Distributed)
 
 
 def distributed_in(optimizer: Any) -> Any:
@@ -306,12 +324,15 @@ def distribute_when_used(optimizer: Any, op: ReduceOp) -> None:
 
 
 def _wrap(optimizer: Any, settings: _Settings, when_used: bool = False) -> Any:
-    base = type(optimizer)
+    base, kind = type(optimizer), Distributed
+    if settings.sharded:
+        from hvdlite_tf.keras.sharded import Sharded  # it extends `Distributed`
+        kind = Sharded
     fields = {"__module__": base.__module__, "_hvdlite_base": base, "_hvdlite_settings": settings}
     if not when_used:  # names follow the order in which optimizers are made
         state = _State(create_step_reducer(**settings.arguments))
         object.__setattr__(optimizer, "_hvdlite_own_state", state)
-    object.__setattr__(optimizer, "__class__", type(base.__name__, (_Distributed, base), fields))
+    object.__setattr__(optimizer, "__class__", type(base.__name__, (kind, base), fields))
     return optimizer
 
 

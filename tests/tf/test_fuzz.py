@@ -28,7 +28,8 @@ def test_everything_is_drawn() -> None:
     for backend in draws.BACKENDS:
         trainings = [draws.draw(seed, backend) for seed in range(400)]
         for name, values in (("model", draws.models_of(backend)), ("optimizer", draws.OPTIMIZERS), ("loss", draws.LOSSES),
-                             ("data", draws.DATA[backend]), ("scoped", (True, False)), ("again", (True, False))):
+                             ("data", draws.DATA[backend]), ("scoped", (True, False)), ("again", (True, False)),
+                             ("sharded", (True, False))):
             assert {getattr(training, name) for training in trainings} == set(values)
         assert {setting for training in trainings for setting in training.settings} == set(draws.SETTINGS)
     assert len({dataclasses.replace(training, seed=0) for training in trainings}) > 390

@@ -32,9 +32,15 @@ def create_step_reducer(**arguments: Any) -> StepReducer:
     return _backend().create_step_reducer(**arguments)
 
 
-def call(function: Callable[[Sequence[Array]], Sequence[Array]], tensors: Sequence[Any]) -> list[Any]:
-    """Call a function of arrays that returns arrays of the same shapes and dtypes, on tensors of the current backend."""
-    return _backend().call(function, tensors) if tensors else []
+def call(function: Callable[[Sequence[Array]], Sequence[Array]], tensors: Sequence[Any],
+         like: Sequence[Any] | None = None) -> list[Any]:
+    """Call a function of arrays that returns arrays, on tensors of the current backend.
+
+    Args:
+        like: tensors with the shapes, dtypes and devices of the results; None for those of `tensors`.
+    """
+    like = tensors if like is None else like
+    return _backend().call(function, tensors, like) if like else []
 
 
 def copies(variables: Sequence[Any]) -> list[Any]:

@@ -46,7 +46,7 @@ class KerasStepReducer(ArrayStepReducer):
         return [keras.ops.cast(outputs[slot], original[slot]) if slot in given else None for slot in slots]
 
     def _call(self, function: Callable[[Sequence[Array]], Sequence[Array]], tensors: Sequence[Any]) -> list[Any]:
-        return call(function, tensors)
+        return call(function, tensors, tensors)
 
 
 create_step_reducer = KerasStepReducer
@@ -69,6 +69,7 @@ def copies(values: Sequence[Any]) -> list[Any]:
     return [keras.ops.copy(keras.ops.stop_gradient(value)) for value in values]
 
 
-def call(function: Callable[[Sequence[Array]], Sequence[Array]], tensors: Sequence[Any]) -> list[Any]:
+def call(function: Callable[[Sequence[Array]], Sequence[Array]], tensors: Sequence[Any],
+         like: Sequence[Any]) -> list[Any]:
     """See the package."""
     return [keras.ops.convert_to_tensor(array) for array in function([np.asarray(tensor) for tensor in tensors])]

@@ -42,14 +42,15 @@ class JaxStepReducer(KerasStepReducer):
 create_step_reducer = JaxStepReducer
 
 
-def call(function: Function, tensors: Sequence[Any], *, copied: float = float("inf")) -> list[Any]:
+def call(function: Function, tensors: Sequence[Any], like: Sequence[Any] | None = None, *,
+         copied: float = float("inf")) -> list[Any]:
     """See the package. Callbacks block, so they are ordered: with different orders, two ranks would wait for each other.
 
     Args:
         copied: bytes up to which the function gets copies. A larger array may be XLA's own memory, which the function must
             not use after it has returned or raised, not even in a collective that goes on.
     """
-    shapes = [jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for tensor in tensors]
+    shapes = [jax.ShapeDtypeStruct(tensor.shape, tensor.dtype) for tensor in (tensors if like is None else like)]
     if buffer_callback is None or jax.default_backend() != "cpu" or jax.local_device_count() > 1:
         return list(io_callback(lambda *arrays: list(function([np.asarray(each, order="C") for each in arrays])), shapes,
                                 *tensors, ordered=True))

@@ -19,7 +19,8 @@ def copies(values: Sequence[Any]) -> list[Any]:
     return [tf.raw_ops.ReadVariableOp(resource=value.handle, dtype=value.dtype) for value in values]
 
 
-def call(function: Callable[[Sequence[Array]], Sequence[Array]], tensors: Sequence[Any]) -> list[Any]:
+def call(function: Callable[[Sequence[Array]], Sequence[Array]], tensors: Sequence[Any],
+         like: Sequence[Any]) -> list[Any]:
     """See the package."""
-    return run(lambda *arrays: function(arrays), list(tensors), [tensor.dtype for tensor in tensors],
-               [tensor.shape for tensor in tensors])
+    return run(lambda *arrays: function(arrays), list(tensors), [tensor.dtype for tensor in like],
+               [tensor.shape for tensor in like])

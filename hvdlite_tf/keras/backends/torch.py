@@ -168,7 +168,8 @@ class TorchStepReducer(StepReducer):
 create_step_reducer = TorchStepReducer
 
 
-def call(function: Callable[[Sequence[Array]], Sequence[Array]], tensors: Sequence[Any]) -> list[Any]:
+def call(function: Callable[[Sequence[Array]], Sequence[Array]], tensors: Sequence[Any],
+         like: Sequence[Any]) -> list[Any]:
     """See the package."""
-    results = function([on_host(tensor, "gradient") for tensor in tensors])
-    return [as_tensor(array).to(tensor.device) for array, tensor in zip(results, tensors, strict=True)]
+    results = function([on_host(tensor, "tensor") for tensor in tensors])
+    return [as_tensor(array).to(tensor.device) for array, tensor in zip(results, like, strict=True)]

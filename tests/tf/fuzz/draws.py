@@ -35,6 +35,7 @@ class Training:
         first_rows: of a batch, the rows of rank 0, where ranks weigh their gradients by rows; 0: both have as many.
         steps: calls into the compiled function do so many steps.
         again: whether the model is compiled and fitted a second time.
+        sharded: whether each rank has the optimizer state of some variables only; outside of a scope.
     """
 
     seed: int
@@ -58,6 +59,7 @@ class Training:
     decides: bool
     shares: bool
     first_rows: int = 0
+    sharded: bool = False
 
     @property
     def has_equal_shards(self) -> bool:
@@ -90,7 +92,8 @@ def draw(seed: int, backend: str) -> Training:
         weighted=scoped and data in ("arrays", "tf.data") and rng.random() < 0.3, validated=scoped and rng.random() < 0.3,
         eager=eager, steps=1 if eager or backend == "torch" else rng.choice((1, 1, 2, 3)), again=rng.random() < 0.2,
         wide=scoped and data == "arrays" and rng.random() < 0.4, counted=scoped and rng.random() < 0.4,
-        decides=scoped and rng.random() < 0.4, shares=scoped and rng.random() < 0.4)
+        decides=scoped and rng.random() < 0.4, shares=scoped and rng.random() < 0.4,
+        sharded=not scoped and rng.random() < 0.5)
     if training.model == "no call" and not scoped:
         training = dataclasses.replace(training, model="own train_step")
     if (training.model == "own train_step" and not scoped and backend == "tensorflow"

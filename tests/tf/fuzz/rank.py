@@ -82,7 +82,7 @@ def train(training: Training, hvd: Any, alone: bool) -> dict[str, Any]:
         with scope():
             optimizer = optimizer_of(training, 0.5 ** turn)
             if not training.scoped and not alone:
-                optimizer = hvd.DistributedOptimizer(optimizer)
+                optimizer = hvd.DistributedOptimizer(optimizer, sharded=training.sharded)
             model.compile(optimizer, losses(training), run_eagerly=training.eager, steps_per_execution=training.steps,
                           metrics=metrics(training),
                           **({} if training.backend != "jax" else {"jit_compile": True}))

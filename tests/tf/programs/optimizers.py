@@ -143,11 +143,11 @@ def _batches_accumulate() -> None:
         calls: list[int] = []
         call = jax_backend.call
 
-        def counted(function: Any, tensors: Any, **named: Any) -> Any:
+        def counted(function: Any, tensors: Any, *like: Any, **named: Any) -> Any:
             def calling(arrays: Any) -> Any:
                 calls.append(1)
                 return function(arrays)
-            return call(calling, tensors, **named)
+            return call(calling, tensors, *like, **named)
         jax_backend.call = counted
         close(fit(keras.optimizers.SGD(0.05), True, backward_passes_per_step=3, average_aggregated_gradients=True),
               fit(keras.optimizers.SGD(0.05, gradient_accumulation_steps=3), False))
