@@ -62,6 +62,36 @@ class Parameter:
     dtype: str
 
 
+def agree_on_workers(runtime: Runtime, settings: DiLoCo, label: str) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each worker, or nothing where there is only one; all ranks call this.
+
+    Args:
+        label: equal on all ranks.
+
+    Raises:
+        MismatchError: on all ranks, when their arguments differ.
+        ValueError: see `DiLoCo.ranks_of_workers`.
+    """
+    workers = settings.ranks_of_workers(runtime.hosts)
+    arguments = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    arguments["workers"] = list(map(list, workers))
+    _check_equal(runtime, ", ".join(f"{name}={value!r}" for name, value in arguments.items()), f"{label}.arguments",
+                 "give all ranks the same arguments")
+    if len(workers) > 1:
+        return workers
+    if runtime.world.rank == 0:
+        _log.warning("outer= changes nothing here: all %d ranks are one worker (workers=%r), which averages gradients in "
+                     "every step", runtime.world.size, settings.workers)
+    return ()
+
+
+def _check_equal(runtime: Runtime, own: str, name: str, advice: str) -> None:
+    texts = objects.allgather_object(runtime, own, name)
+    other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
+    if other is not None:
+        raise MismatchError(f"outer= differs between ranks: {texts[0]} on rank 0, {texts[other]} on rank {other}; {advice}")
+
+
 class Outer:
     """The exchanges of one optimizer in one world.
 
@@ -73,7 +103,7 @@ class Outer:
         state: of `state`, to go on with; None for a beginning.
 
     Raises:
-        MismatchError: on all ranks, when their arguments differ.
+        MismatchError: on all ranks, when their states are of different steps.
         ReplicaMismatchError: on all ranks, when their parameters or global weights differ.
         ValueError: for a state that does not fit.
     """
@@ -94,7 +124,7 @@ class Outer:
         if state is not None:
             self._load(state)
         self._check_alike()
-        self._exchange = Exchange.open(f"{label}.outer", workers, runtime.world.rank, settings.wire)
+        self._exchange = Exchange.open(f"{label}", workers, runtime.world.rank, settings.wire)
         for index in sorted((index for index, each in enumerate(self._fragments) if each.start is not None),
                             key=lambda index: (self._fragments[index].due, index)):
             self._send(index)
@@ -177,7 +207,7 @@ class Outer:
         step = self._seconds / max(1, self._timed - 1)
         wanted = math.ceil(seconds / step) if step else longest
         agreed = np.array([min(wanted, longest)])
-        self._runtime.broadcast(f"{self._label}.outer.delay", agreed, 0, blocking=True).wait()
+        self._runtime.broadcast(f"{self._label}.delay", agreed, 0, blocking=True).wait()
         self._schedule.delay, self._has_delay = int(agreed[0]), True
         if self._runtime.world.rank == 0:
             _log.info("outer exchanges take %.3f s, and steps %.3f s: they are merged after %d steps%s", seconds, step,
@@ -197,16 +227,12 @@ class Outer:
 
     def check_replicas(self) -> None:
         """Compare the global weights of all ranks, which call this alike; see `training.replicas`."""
-        check_replicas(self._runtime, self.global_weights(), f"{self._label}.outer.check", advice=_ADVICE)
+        check_replicas(self._runtime, self.global_weights(), f"{self._label}.check", advice=_ADVICE)
 
     def _check_alike(self) -> None:
-        own = (f"{dataclasses.replace(self._settings, workers='host')!r} with workers of ranks "
-               f"{[list(each) for each in self._workers]}, at step {self.step}, with a delay of {self._schedule.delay}")
-        texts = objects.allgather_object(self._runtime, own, f"{self._label}.outer.arguments")
-        other = next((rank for rank, text in enumerate(texts) if text != texts[0]), None)
-        if other is not None:
-            raise MismatchError(f"ranks disagree about outer=: {texts[0]} on rank 0, {texts[other]} on rank {other}; give "
-                                "all ranks the same arguments, and load checkpoints of the same step")
+        under_way = {index: each.due for index, each in enumerate(self._fragments) if each.start is not None}
+        _check_equal(self._runtime, f"step {self.step} and merges to come (fragment: step) {under_way}",
+                     f"{self._label}.begin", "load checkpoints of the same step on all ranks")
         self.check_replicas()
 
     # --- checkpoints ---------------------------------------------------------------------------------------------------

@@ -28,9 +28,9 @@ def registered(*ranks: int) -> ProcessSet:
 
 
 @pytest.mark.parametrize("arguments", [
-    {"every": 0}, {"every": 2.5}, {"every": True}, {"fragments": 0}, {"delay": -1}, {"delay": 10}, {"merge": "add"}, {"merge": 1.0},
-    {"merge": -0.1}, {"lr": 0.0}, {"lr": float("nan")}, {"momentum": 1.0}, {"wire": "int4"}, {"workers": "rack"},
-    {"workers": [[0, 1]]}])
+    {"every": 0}, {"every": 2.5}, {"every": True}, {"fragments": 0}, {"delay": -1}, {"delay": 10}, {"merge": "add"},
+    {"merge": 1.0}, {"merge": -0.1}, {"lr": 0.0}, {"lr": float("nan")}, {"momentum": 1.0}, {"wire": "int4"},
+    {"workers": "rack"}, {"workers": [[0, 1]]}])
 def test_arguments(arguments: dict[str, Any]) -> None:
     name, value = next(iter(arguments.items()))
     with pytest.raises(ValueError, match=f"outer: {name} must be .* not {value!r}".replace("[", r"\[").replace("]", r"\]")):
@@ -85,7 +85,8 @@ def test_fragments_are_neighbours_of_about_equal_size(sizes: list[int]) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_codecs(dtype: str) -> None:
     draw = np.random.default_rng(1)
-    blocks = draw.standard_normal((6, BLOCK)).astype(dtype) * np.array([[1.0], [1e-30], [0.0], [1e30], [1e-44], [1.0]], dtype)
+    sizes = np.array([[1.0], [1e-30], [0.0], [1e30], [1e-44], [1.0]], dtype)
+    blocks = draw.standard_normal((6, BLOCK)).astype(dtype) * sizes
     blocks[5, 7] = np.nan
     for codec in (Exact(np.dtype(dtype)), Int8(np.dtype(dtype))):
         rows = np.empty((blocks.size // codec.values, codec.nbytes), np.uint8)

@@ -11,7 +11,7 @@ import hvdlite as hvd
 from hvdlite import api
 from hvdlite.core.array import Array
 from hvdlite.core.errors import MismatchError, PeerLostError, ReplicaMismatchError
-from hvdlite.training.outer.outer import Outer, Parameter
+from hvdlite.training.outer.outer import Outer, Parameter, agree_on_workers
 from hvdlite.training.outer.schedule import divide
 from hvdlite.training.outer.settings import DiLoCo, LocalSGD
 from tests.training.outer.programs.oracle import train
@@ -148,7 +148,6 @@ def merges(workers: str) -> None:
         assert np.allclose(arrays[0], wanted, atol=1e-12), (merge, arrays, wanted)
         outer.synchronize()
         mean = np.zeros(1)
-        hvd.Average  # noqa: B018
         api.runtime().allreduce(f"compare.{merge}", np.array([arrays[0][0]]), mean, api.Average).wait()
         assert np.allclose(mean[0], arrays[0], rtol=0, atol=1e-12)
         outer.close()
@@ -199,11 +198,12 @@ def refused() -> None:
     """What ranks have to have in common is compared before anything is exchanged."""
     hvd.init()
     rank = hvd.rank()
-    for settings, what in ((DiLoCo(4 + rank, workers="rank"), "every=4"), (DiLoCo(4, workers="rank", lr=0.5 + rank), "lr=0.5")):
+    for settings, what in ((DiLoCo(4 + rank), "every=4"), (DiLoCo(4, lr=0.5 + rank), "lr=0.5"),
+                           (DiLoCo(4, workers=["host", "rank"][rank]), "workers=[[0, 1]]")):
         try:
-            begin(settings, initial(), what)
+            agree_on_workers(api.runtime(), settings, what)
         except MismatchError as error:
-            assert what in str(error) and "rank 1" in str(error), error
+            assert what in str(error) and "on rank 1" in str(error), error
         else:
             raise AssertionError("ranks train with different settings")
     arrays = initial()
@@ -223,6 +223,12 @@ def refused() -> None:
     outer, _ = begin(DiLoCo(4, workers="rank", fragments=2), initial(), "fits")
     state = outer.state()
     outer.close()
+    try:
+        begin(DiLoCo(4, workers="rank", fragments=2), initial(), "step", {**state, "step": 3 * rank})
+    except MismatchError as error:
+        assert "step 0" in str(error) and "step 3" in str(error) and "on rank 1" in str(error), error
+    else:
+        raise AssertionError("states of different steps were loaded")
     try:
         begin(DiLoCo(4, workers="rank", fragments=3), initial(), "does not fit", state)
     except ValueError as error:
