@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 from collections.abc import Callable
 from typing import Any
@@ -165,7 +166,7 @@ def one_worker() -> None:
 def synchronizes() -> None:
     """Parameters and buffers are equal on all ranks afterwards, and a second call changes nothing."""
     hvd.init()
-    module = torch.nn.Sequential(model(), torch.nn.BatchNorm1d(8))
+    module: Any = torch.nn.Sequential(model(), torch.nn.BatchNorm1d(8))
     optimizer = made(module, hvd.DiLoCo(10, workers="rank", fragments=3, delay=1, merge=0.5))
     for step in range(7):
         step_of(module, optimizer, step, hvd.rank())
@@ -190,11 +191,12 @@ def dtypes() -> None:
     for dtype in (torch.bfloat16, torch.complex64, torch.float64):
         parameters = [torch.nn.Parameter(torch.ones(50, 3, dtype=dtype)), torch.nn.Parameter(torch.ones(700)),
                       torch.nn.Parameter(torch.ones((), dtype=dtype))]
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1),
-                                             outer=hvd.DiLoCo(3, workers="rank", fragments=2, delay=1))
+        optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1),
+                                                  outer=hvd.DiLoCo(3, workers="rank", fragments=2, delay=1))
         for step in range(1, 9):
             optimizer.zero_grad()
-            sum((hvd.rank() + step) * each.abs().square().float().sum() for each in parameters).backward()
+            losses = [(hvd.rank() + step) * each.abs().square().float().sum() for each in parameters]
+            torch.stack(losses).sum().backward()
             optimizer.step()
         optimizer.synchronize_outer()
         hvd.check_replicas(optimizer.global_weights())
@@ -249,7 +251,7 @@ def refused() -> None:
     outer = hvd.DiLoCo(4, workers="rank")
     for arguments, what in (({"op": hvd.Adasum}, "op=Adasum"), ({"comm_hook": hvd.comm_hooks.PowerSGD()}, "comm_hook"),
                             ({"sharded": True}, "sharded=True")):
-        raises(UnsupportedError, what, lambda arguments=arguments: made(model(), outer, **arguments))
+        raises(UnsupportedError, what, functools.partial(made, model(), outer, **arguments))
     raises(ValueError, "workers=", lambda: made(model(), outer, process_set=hvd.add_process_set([0])))
     raises(ValueError, "not 4", lambda: made(model(), 4))
     raises(UnsupportedError, "SparseAdam", lambda: made(model(), outer, torch.optim.SparseAdam))
