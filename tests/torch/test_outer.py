@@ -12,7 +12,8 @@ from tests.worlds import HANGS_SECONDS, TORCH, Processes, processes
 
 @pytest.mark.parametrize(("hosts", "workers"), [((2,), "rank"), ((1, 1, 1), "host"), ((2, 2), "host")])
 def test_local_sgd_at_every_step_is_synchronous_training(hosts: tuple[int, ...], workers: str) -> None:
-    processes(sum(hosts), programs.equals_synchronous, workers, hosts=hosts, imported=TORCH)
+    processes(sum(hosts), programs.equals_synchronous, workers, hosts=hosts, imported=TORCH,
+              environment={"HVDLITE_REPLICA_CHECK_STEPS": "5"})
 
 
 @pytest.mark.parametrize("hosts", [(2,), (3,), (1, 1, 2)])

@@ -35,6 +35,10 @@ def test_what_is_not_finite_is_skipped() -> None:
     processes(3, programs.skips_what_is_not_finite)
 
 
+def test_errors_belong_to_a_rank() -> None:
+    processes(2, programs.errors_belong_to_a_rank)
+
+
 def test_the_delay_is_measured() -> None:
     processes(2, programs.measures_the_delay)
 

@@ -159,21 +159,38 @@ def skips_what_is_not_finite() -> None:
     settings = DiLoCo(2, workers="rank", fragments=1, delay=0)
     arrays = [np.ones(2000, np.float32)]
     outer, _ = begin(settings, arrays, "skips")
-    before = [each.copy() for _, each in outer.global_weights()]
-    for value in (np.nan, np.inf, 1.0):
-        arrays[0] += 1.0
+    for value in (1.0, np.nan, np.inf, 1.0):
+        before, errors = [each.copy() for _, each in outer.global_weights()], outer.state()["fragments"][0]["errors"]
         outer.stepped()
+        learned = np.random.default_rng(hvd.rank()).random(2000).astype(np.float32)
+        arrays[0] += learned
         if hvd.rank() == 1:
             arrays[0][1500] *= value
         outer.stepped()
-        if value == 1.0:
-            break
-        assert same([each for _, each in outer.global_weights()], before)
-        assert (arrays[0] == 1.0).all() if hvd.rank() == 1 else (arrays[0] > 1.0).all()
+        is_left_out = value != 1.0
+        assert same([each for _, each in outer.global_weights()], before) == is_left_out
+        left = outer.state()["fragments"][0]["errors"]
+        assert left is not None and (errors is not None and same(left, errors)) == is_left_out
+        assert np.array_equal(arrays[0], before[0]) == (is_left_out and hvd.rank() == 1)
     assert outer.skipped == 2
     outer.check_replicas()
-    assert not same([each for _, each in outer.global_weights()], before)
     assert np.isfinite(arrays[0]).all()
+    outer.close()
+
+
+def errors_belong_to_a_rank() -> None:
+    """A state of another rank, or of other workers, has the weights, and not the errors."""
+    hvd.init()
+    settings = DiLoCo(2, workers="rank", fragments=1, delay=0)
+    _, outer = run(settings, range(1, 9), "own")
+    own = outer.state()
+    assert own["fragments"][0]["errors"] is not None
+    for state, are_kept in ((own, True), ({**own, "rank": own["rank"] + 1}, False),
+                            ({**own, "workers": [[0], [1, 2]]}, False)):
+        other, _ = begin(settings, initial(), f"{are_kept}.{len(state['workers'][1])}", state)
+        assert (other.state()["fragments"][0]["errors"] is not None) == are_kept
+        assert same([other.state()["fragments"][0]["weights"]], [own["fragments"][0]["weights"]])
+        other.close()
     outer.close()
 
 
