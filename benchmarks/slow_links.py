@@ -11,7 +11,6 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +73,10 @@ def _sent() -> int:
 
 def losses(epochs: int) -> list[dict[str, Any]]:
     """Return the test losses of each way to train, by seed; of the global weights, after as many samples."""
-    ways: dict[str, Callable[[], Any]] = {"synchronous": lambda: None}
-    for every in (10, 50, 100):
-        for wire in ("int8", None):
-            ways[f"every={every}, wire={wire}"] = lambda every=every, wire=wire: hvd.DiLoCo(every, workers="rank", wire=wire)
+    ways: dict[str, Any] = {"synchronous": None, "LocalSGD(10)": hvd.LocalSGD(10, workers="rank")}
+    for every in (10, 50, 100, 500):
+        for wire in ("int8", None) if every < 100 else ("int8",):
+            ways[f"DiLoCo({every}, wire={wire})"] = hvd.DiLoCo(every, workers="rank", wire=wire)
     data = fashion_mnist.find(download=False)
     (images, labels), (test, truth) = (fashion_mnist.tensors(data, part).tensors for part in ("train", "test"))
     rows = []
@@ -85,8 +84,8 @@ def losses(epochs: int) -> list[dict[str, Any]]:
         found = []
         for seed in SEEDS:
             model = small(seed)
-            optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
-                                                 model.named_parameters(), outer=outer())
+            optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+                                                      model.named_parameters(), outer=outer)
             order = torch.Generator().manual_seed(seed)
             for _ in range(epochs):
                 for indices in torch.randperm(len(images), generator=order).split(32 * hvd.size()):
@@ -96,7 +95,7 @@ def losses(epochs: int) -> list[dict[str, Any]]:
                     optimizer.zero_grad()
                     torch.nn.functional.cross_entropy(model(images[own]), labels[own]).backward()
                     optimizer.step()
-            if outer() is not None:
+            if outer is not None:
                 optimizer.synchronize_outer(model)
             with torch.no_grad():
                 found.append(float(torch.nn.functional.cross_entropy(model(test), truth)))
@@ -109,7 +108,7 @@ def losses(epochs: int) -> list[dict[str, Any]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--losses", action="store_true")
-    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--every", type=int, default=50)
     parser.add_argument("--hosts", type=int, default=0, help="start one rank on each of so many network namespaces")

@@ -154,7 +154,11 @@ class Outer:
             self._agree_on_delay(max(slowest))
 
     def synchronize(self) -> None:
-        """Merge everything now: the local weights of all ranks become the global ones. All ranks call this."""
+        """Merge everything now: the local weights of all ranks become the global ones. All ranks call this.
+
+        What is under way is merged as usual. What workers have learned since is averaged without the outer optimizer, whose
+        momentum would make a whole step of it, however little it is.
+        """
         for index in list(self._rounds):
             self._merge(index)
         behind = [index for index, each in enumerate(self._fragments)
@@ -162,7 +166,7 @@ class Outer:
         for index in behind:
             self._begin(index, 0)
         for index in behind:
-            self._merge(index)
+            self._merge(index, averages=True)
 
     def _begin(self, index: int, delay: int) -> None:
         part, fragment = self._parts[index], self._fragments[index]
@@ -176,14 +180,21 @@ class Outer:
         what = f"outer exchange of fragment {index}, begun at step {fragment.begun} for step {fragment.due}"
         self._rounds[index] = self._exchange.begin(what, change, fragment.errors)
 
-    def _merge(self, index: int) -> float:
-        """Merge an exchange; return how long it took."""
+    def _merge(self, index: int, *, averages: bool = False) -> float:
+        """Merge an exchange; return how long it took.
+
+        Args:
+            averages: add the mean change to the global weights, without a step of the outer optimizer.
+        """
         round_, fragment, part = self._rounds.pop(index), self._fragments[index], self._parts[index]
         mean = round_.finish()
         local = self._weights.read(part, mean.dtype)
         if np.isfinite(mean).all():
             fragment.errors = round_.errors
-            fragment.step(mean, self._settings)
+            if averages:
+                fragment.weights -= mean
+            else:
+                fragment.step(mean, self._settings)
             self._weights.write(part, fragment.merged(local, self._settings))
         else:
             self._skip(fragment, part, local)

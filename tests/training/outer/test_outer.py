@@ -21,6 +21,10 @@ def test_local_sgd_averages(hosts: tuple[int, ...], workers: str) -> None:
     processes(sum(hosts), programs.local_sgd_averages, workers, hosts=hosts)
 
 
+def test_merging_everything_averages() -> None:
+    processes(3, programs.synchronizing_averages)
+
+
 @pytest.mark.parametrize(("hosts", "workers"), [((3,), "rank"), ((2, 1), "host")])
 def test_it_resumes_anywhere(hosts: tuple[int, ...], workers: str) -> None:
     processes(sum(hosts), programs.resumes_anywhere, workers, hosts=hosts)

@@ -105,6 +105,21 @@ def local_sgd_averages(workers: str) -> None:
     outer.close()
 
 
+def synchronizing_averages() -> None:
+    """Without the outer optimizer: its momentum stays, and does not move the weights."""
+    hvd.init()
+    settings = DiLoCo(4, workers="rank", fragments=2, delay=0, wire=None)
+    arrays, outer = run(settings, range(1, 11), "averages", "float64")
+    before = [each["momentum"] for each in outer.state()["fragments"]]
+    mean = np.zeros(sum(SIZES))
+    api.runtime().allreduce("mean", np.concatenate(arrays), mean, api.Average).wait()
+    outer.synchronize()
+    assert np.allclose(np.concatenate(arrays), mean, rtol=0, atol=1e-12)
+    assert same([each["momentum"] for each in outer.state()["fragments"]], before) and before[0].any()
+    outer.check_replicas()
+    outer.close()
+
+
 def resumes_anywhere(workers: str) -> None:
     """A state of any step leads to the same parameters, with exchanges under way and errors of rounding, too."""
     hvd.init()
