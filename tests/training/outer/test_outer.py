@@ -57,3 +57,10 @@ def test_a_rank_that_ends_early_is_named(skips: bool) -> None:
         ended = world.wait(HANGS_SECONDS)
     assert [rank.code for rank in ended] == [0, 0, 0], ended
     assert ["named" in rank.stdout for rank in ended] == [True, False, True], ended
+
+
+def test_a_rank_that_dies_is_named() -> None:
+    with Processes(3, programs.a_rank_dies) as world:
+        ended = world.wait(HANGS_SECONDS)
+    assert ended[1].code == 3 and ended[0].code and ended[2].code, ended
+    assert all("named" in ended[rank].stdout for rank in (0, 2)), ended

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 
 import numpy as np
@@ -267,6 +268,24 @@ def refused() -> None:
         assert "fragments" in str(error)
     else:
         raise AssertionError("a state that does not fit was loaded")
+
+
+def a_rank_dies() -> None:
+    """While exchanges are under way: the others name it."""
+    hvd.init()
+    settings = DiLoCo(4, workers="rank", fragments=2, delay=1)
+    arrays = initial()
+    outer, worker = begin(settings, arrays, "dies")
+    try:
+        for step in range(1, 100):
+            learn(worker, step, arrays)
+            outer.stepped()
+            if hvd.rank() == 1 and step == 7:
+                os._exit(3)
+    except PeerLostError as error:
+        assert error.rank == 1, error
+        print("named", flush=True)
+        raise
 
 
 def a_rank_ends_early(skips: bool) -> None:
