@@ -41,14 +41,12 @@ def small(seed: int) -> Any:
 
 def speeds(steps: int, every: int) -> list[dict[str, Any]]:
     """Return steps per second and bytes per step of this host, alone, synchronously, and as a worker."""
-    alone = [hvd.add_process_set([rank]) for rank in range(hvd.size())][hvd.rank()]
-    settings = {"alone": (None, alone, steps), "synchronous": (None, hvd.global_process_set, 3),
-                "outer": (hvd.DiLoCo(every=every, workers="rank"), hvd.global_process_set, steps)}
+    settings = {"alone": (hvd.LocalSGD(10**9), steps), "synchronous": (None, 3), "outer": (hvd.DiLoCo(every), steps)}
     rows = []
-    for name, (outer, process_set, count) in settings.items():
+    for name, (outer, count) in settings.items():
         model = wide()
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3), model.named_parameters(),
-                                             outer=outer, process_set=process_set)
+                                             outer=outer)
 
         def step(model: Any = model, optimizer: Any = optimizer) -> None:
             optimizer.zero_grad()
@@ -111,14 +109,16 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--every", type=int, default=50)
-    parser.add_argument("--hosts", type=int, default=0, help="start one rank on each of so many network namespaces")
+    parser.add_argument("--hosts", type=int, default=0, help="start ranks on so many network namespaces")
+    parser.add_argument("--ranks", type=int, default=1, help="of each of them")
     parser.add_argument("--rate", default="100mbit")
     parser.add_argument("--record", type=Path)
     arguments = parser.parse_args()
     if arguments.hosts:
         from benchmarks.run import run_on_hosts
-        run_on_hosts(arguments.hosts, "slow_links", arguments.hosts, "--steps", str(arguments.steps), "--every",
-                     str(arguments.every), record=arguments.record or Path("/tmp/slow_links.json"), rate=arguments.rate)
+        run_on_hosts(arguments.hosts, "slow_links", arguments.hosts * arguments.ranks, "--steps", str(arguments.steps),
+                     "--every", str(arguments.every), record=arguments.record or Path("/tmp/slow_links.json"),
+                     rate=arguments.rate)
         return
     os.environ.pop("PMI_SIZE", None)  # of mpiexec, which starts the ranks of namespaces
     hvd.init()

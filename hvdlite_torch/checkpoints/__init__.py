@@ -32,7 +32,7 @@ class TorchKind(kinds.Kind):
     def gather(self, value: Any) -> None:
         if isinstance(value, Sharded):
             value.consolidate_state_dict(to=None)
-        if isinstance(value, WithOuter) and value.has_workers:
+        if isinstance(value, WithOuter) and value.workers:
             raise UnsupportedError("hvd.save divides state that is the same on all ranks, and with outer= each worker has "
                                    "its own: save optimizer.state_dict() and the model on each rank with torch.save")
 

@@ -37,16 +37,17 @@ class WithOuter(Distributed):
     _goes_first = False, True  # other hooks after the step see the merged parameters
     _outer: Outer | None = None  # of this world, from the first step on
     _state: dict[str, Any] | None = None  # with which it is to begin
-    _workers: tuple[tuple[int, ...], ...] = ()  # empty where there is one
+    workers: tuple[tuple[int, ...], ...] = ()
+    """The ranks of each; empty where there is one. With several, parameters and state differ between ranks."""
 
     def _attach(self, runtime: Runtime, label: str | None = None) -> None:
         assert self._settings.outer is not None
         if runtime.world.epoch:
             raise UnsupportedError("outer= does not work in elastic jobs: leave out --min-np and --host-discovery-script")
         self._outer_label = runtime.names.label("torch.outer")
-        self._workers = agree_on_workers(runtime, self._settings.outer, self._outer_label)
+        self.workers = agree_on_workers(runtime, self._settings.outer, self._outer_label)
         self._settings.process_set = global_process_set
-        for ranks in self._workers:
+        for ranks in self.workers:
             found = runtime.process_set_of(ranks)
             number = runtime.add_process_set(ranks).wait() if found is None else found
             if runtime.world.rank in ranks:
@@ -56,7 +57,7 @@ class WithOuter(Distributed):
 
     def _detach(self) -> None:
         self._restart(self._saved())
-        if self._workers:
+        if self.workers:
             self._settings.process_set.register(None, None)
         super()._detach()
 
@@ -86,15 +87,10 @@ class WithOuter(Distributed):
         Raises:
             UnsupportedError: where there are any.
         """
-        if self._workers:
+        if self.workers:
             raise UnsupportedError("join() lets ranks make different numbers of steps, and outer= needs the same one on all "
                                    "ranks: give them equally many batches")
         return super().join(*models, synchronize=synchronize)
-
-    @property
-    def has_workers(self) -> bool:
-        """Whether there are several workers, so that state differs between ranks."""
-        return bool(self._workers)
 
     # --- what scripts call ---------------------------------------------------------------------------------------------
 
@@ -115,7 +111,7 @@ class WithOuter(Distributed):
         self._take_part()
         if self._outer is not None:
             self._outer.synchronize()
-        buffers = {id(each): each for module in modules for each in module.buffers()} if self._workers else {}
+        buffers = {id(each): each for module in modules for each in module.buffers()} if self.workers else {}
         kept = [each for each in buffers.values() if each.is_floating_point() or each.is_complex()]
         handles = [allreduce_async_(each, name=f"{self._outer_label}.buffer.{index}", op=ReduceOp.AVERAGE)
                    for index, each in enumerate(kept)]
@@ -165,13 +161,13 @@ class WithOuter(Distributed):
 
     def _begin_outer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """In the first step: the parameters, before they change, are the global weights."""
-        if not self._workers or self._outer is not None:
+        if not self.workers or self._outer is not None:
             return
         assert self._settings.outer is not None
         parameters = self._all_parameters()
         described = [Parameter(self._settings.names[each], _real(each).numel(), str(each.dtype).removeprefix("torch."))
                      for each in parameters]
-        self._outer = Outer(self._runtime, self._outer_label, self._settings.outer, self._workers, described,
+        self._outer = Outer(self._runtime, self._outer_label, self._settings.outer, self.workers, described,
                             _Weights(parameters), self._state)
         self._state = None
 

@@ -64,16 +64,6 @@ class Exchange:
             inside = api.open_group(f"{label}.inside.{workers.index(own)}", own)
         return cls(len(workers), slices, wire, between, inside)
 
-    def begin(self, what: str, change: Array, errors: Errors | None) -> Round:
-        """Begin the exchange of a fragment; all ranks begin the same ones in the same order.
-
-        Args:
-            what: for messages, the same on all ranks.
-            change: of this worker: flat; it belongs to the exchange.
-            errors: of the last exchange of this fragment.
-        """
-        return Round(self, what, change, errors)
-
     def close(self) -> None:
         """Leave the groups."""
         for group in (self.between, self.inside):
@@ -82,7 +72,12 @@ class Exchange:
 
 
 class Round:
-    """One exchange of a fragment.
+    """One exchange of a fragment, which begins when this is made; all ranks make the same ones in the same order.
+
+    Args:
+        what: for messages, the same on all ranks.
+        change: of this worker, flat.
+        errors: of the last exchange of this fragment.
 
     Attributes:
         errors: when `finish` has returned: what rounding has left, for the next exchange.

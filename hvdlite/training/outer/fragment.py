@@ -46,11 +46,6 @@ class Fragment:
     begun: int = 0
     due: int = 0
 
-    @classmethod
-    def of(cls, weights: Array, settings: DiLoCo) -> Fragment:
-        """Return a fragment that has not been exchanged, with these global weights, of which it is the owner."""
-        return cls(weights, np.zeros_like(weights) if settings.momentum else None)
-
     def state(self) -> dict[str, Any]:
         """Return copies of all fields, for a checkpoint; errors as a list."""
         return {"weights": self.weights.copy(), "momentum": _copied(self.momentum), "start": _copied(self.start),

@@ -120,7 +120,8 @@ class Outer:
         self.step = self.skipped = 0
         self._seconds, self._stepped, self._timed = 0.0, time.monotonic(), 0
         self._rounds: dict[int, Round] = {}  # under way, in the order of their begins
-        self._fragments = [Fragment.of(weights.read(part, self._dtype_of(part)), settings) for part in self._parts]
+        begins = [weights.read(part, self._dtype_of(part)) for part in self._parts]
+        self._fragments = [Fragment(each, np.zeros_like(each) if settings.momentum else None) for each in begins]
         if state is not None:
             self._load(state)
         self._check_alike()
@@ -178,7 +179,7 @@ class Outer:
         fragment = self._fragments[index]
         change = self._weights.rounded(self._parts[index], fragment.weights) - fragment.start
         what = f"outer exchange of fragment {index}, begun at step {fragment.begun} for step {fragment.due}"
-        self._rounds[index] = self._exchange.begin(what, change, fragment.errors)
+        self._rounds[index] = Round(self._exchange, what, change, fragment.errors)
 
     def _merge(self, index: int, *, averages: bool = False) -> float:
         """Merge an exchange; return how long it took.

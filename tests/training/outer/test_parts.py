@@ -12,7 +12,7 @@ from hvdlite.core.process_set import ProcessSet
 from hvdlite.core.world import Hosts
 from hvdlite.groups.group import Group
 from hvdlite.training.outer.codec import BLOCK, Exact, Int8
-from hvdlite.training.outer.exchange import Exchange
+from hvdlite.training.outer.exchange import Exchange, Round
 from hvdlite.training.outer.fragment import Errors
 from hvdlite.training.outer.schedule import Schedule, divide
 from hvdlite.training.outer.settings import DiLoCo, LocalSGD
@@ -113,7 +113,7 @@ def exchanged(workers: int, rounds: int, *, keeps_errors: bool) -> float:
         for number in range(rounds):
             change = draws[group.rank].standard_normal(size).astype(np.float32)
             sent += change
-            round_ = exchange.begin(f"round {number}", change, errors)
+            round_ = Round(exchange, f"round {number}", change, errors)
             applied += round_.finish()
             errors = round_.errors if keeps_errors else None
         assert round_.errors is not None
