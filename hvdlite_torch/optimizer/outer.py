@@ -27,10 +27,6 @@ from hvdlite_torch.optimizer.distributed_optimizer import Distributed
 from hvdlite_torch.rows import mapped
 from hvdlite_torch.uncompiled import leave_to_python
 
-KEY = "outer"
-"""Of the exchanges' state in `state_dict()`."""
-
-
 class WithOuter(Distributed):
     """Mixed into the user's optimizer class. With one worker it does what its base class does."""
 
@@ -143,13 +139,13 @@ class WithOuter(Distributed):
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         outer = self._saved()
         if outer is not None:  # with tensors, so that `torch.load` can load it with weights_only
-            state[KEY] = mapped(outer, lambda leaf: torch.from_numpy(leaf.copy()) if isinstance(leaf, np.ndarray) else leaf)
+            state["outer"] = mapped(outer, lambda leaf: torch.from_numpy(leaf.copy()) if isinstance(leaf, np.ndarray) else leaf)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Like the base class's. All ranks call this, with states of the same step; exchanges go on with the next step."""
         result = super().load_state_dict(state_dict, *args, **kwargs)
-        outer = state_dict.get(KEY)
+        outer = state_dict.get("outer")
         self._restart(None if outer is None else mapped(
             outer, lambda leaf: leaf.cpu().numpy().copy() if isinstance(leaf, torch.Tensor) else leaf))
         return result
@@ -174,16 +170,12 @@ class WithOuter(Distributed):
     def _count_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._outer is None:
             return
-        if self._outer.step == 0:
-            self._refuse_sparse()
-        self._outer.stepped()
-
-    def _refuse_sparse(self) -> None:
-        for parameter in self._all_parameters():
+        for parameter in self._all_parameters() if self._outer.step == 0 else ():
             gradient = get_grad(parameter)
             if gradient is not None and gradient.layout is not torch.strided:
                 raise UnsupportedError(f"outer=: the gradient of '{self._settings.names[parameter]}' is sparse, and workers "
                                        "exchange whole parameters: use sparse=False in the embedding")
+        self._outer.stepped()
 
     def _compare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Compare the parameters of this worker's ranks, and the global weights of all."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -48,9 +49,9 @@ class Fragment:
 
     def state(self) -> dict[str, Any]:
         """Return copies of all fields, for a checkpoint; errors as a list."""
-        return {"weights": self.weights.copy(), "momentum": _copied(self.momentum), "start": _copied(self.start),
-                "errors": None if self.errors is None else [self.errors.change.copy(), self.errors.mean.copy()],
-                "begun": self.begun, "due": self.due}
+        errors = self.errors and [self.errors.change, self.errors.mean]
+        return copy.deepcopy({"weights": self.weights, "momentum": self.momentum, "start": self.start, "errors": errors,
+                              "begun": self.begun, "due": self.due})
 
     def load(self, state: Mapping[str, Any], *, with_errors: bool) -> None:
         """Take over what `state` returned; momentum only where there is one."""
@@ -106,7 +107,3 @@ def with_errors(values: Array, errors: Array | None, codec: Codec, rows: Array) 
         return None
     with np.errstate(invalid="ignore"):
         return values - codec.decode(rows)
-
-
-def _copied(values: Array | None) -> Array | None:
-    return None if values is None else values.copy()
