@@ -27,6 +27,7 @@ from hvdlite_torch.optimizer.distributed_optimizer import Distributed
 from hvdlite_torch.rows import mapped
 from hvdlite_torch.uncompiled import leave_to_python
 
+
 class WithOuter(Distributed):
     """Mixed into the user's optimizer class. With one worker it does what its base class does."""
 
@@ -139,7 +140,7 @@ class WithOuter(Distributed):
         state: dict[str, Any] = super().state_dict()  # type: ignore[misc]
         outer = self._saved()
         if outer is not None:  # with tensors, so that `torch.load` can load it with weights_only
-            state["outer"] = mapped(outer, lambda leaf: torch.from_numpy(leaf.copy()) if isinstance(leaf, np.ndarray) else leaf)
+            state["outer"] = mapped(outer, lambda leaf: torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
