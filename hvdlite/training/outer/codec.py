@@ -15,6 +15,7 @@ BLOCK: Final = 1024
 """Values that have a common scale."""
 _SCALE: Final = np.dtype(np.float32).itemsize
 _LARGEST: Final = 127
+_SMALLEST: Final = np.finfo(np.float32).tiny  # smaller scales have fewer digits; such values are zeros
 
 
 class Codec(Protocol):
@@ -71,11 +72,10 @@ class Int8:
     def encode(self, values: Array, rows: Array) -> None:
         blocks = values.reshape(-1, BLOCK)
         with np.errstate(over="ignore", invalid="ignore"):
-            scales = (np.abs(blocks).max(axis=1) / _LARGEST).astype(np.float32)
-            has_values = np.isfinite(scales) & (scales > 0)
+            scales = (np.maximum(blocks.max(axis=1), -blocks.min(axis=1)) / _LARGEST).astype(np.float32)
+            has_values = np.isfinite(scales) & (scales >= _SMALLEST)
             scaled = blocks / np.where(has_values, scales, 1)[:, None].astype(blocks.dtype)
             np.rint(scaled, out=scaled)
-        np.clip(scaled, -_LARGEST, _LARGEST, out=scaled)  # a scale that is almost zero has few digits
         scaled[~has_values] = 0
         rows[:, :_SCALE] = scales[:, None].view(np.uint8)
         rows[:, _SCALE:] = scaled.astype(np.int8).view(np.uint8)

@@ -68,13 +68,17 @@ class Fragment:
         """Make a step of the outer optimizer: SGD as in torch, with dampening 0.
 
         Args:
-            gradient: the mean of the workers' changes, global minus local.
+            gradient: the mean of the workers' changes, global minus local; it is overwritten.
         """
         if self.momentum is not None:
             self.momentum *= settings.momentum
             self.momentum += gradient
-            gradient = gradient + settings.momentum * self.momentum if settings.nesterov else self.momentum
-        self.weights -= settings.lr * gradient
+            if settings.nesterov:
+                gradient += settings.momentum * self.momentum
+            else:
+                gradient[:] = self.momentum
+        gradient *= settings.lr
+        self.weights -= gradient
 
     def merged(self, local: Array, settings: DiLoCo) -> Array:
         """Return what the local weights become, when the global ones have changed.
