@@ -57,18 +57,19 @@ if TYPE_CHECKING:
         sparse_allreduce_async,
         synchronize,
     )
-    from hvdlite_torch.optimizer import DistributedOptimizer
+    from hvdlite_torch.optimizer import DiLoCo, DistributedOptimizer, LocalSGD
     from hvdlite_torch.sync_batch_norm import SyncBatchNorm
 
     __all__ = [
-        "Compression", "DistributedOptimizer", "MirroredStrategy", "SyncBatchNorm", "allgather", "allgather_async",
-        "allgather_object", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall", "alltoall_async",
-        "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_buffers", "broadcast_object",
-        "broadcast_optimizer_state", "broadcast_parameters", "check_replicas", "comm_hooks", "elastic", "gather",
-        "gather_all_tensors", "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_",
-        "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter", "grouped_reducescatter_async",
-        "join", "load", "memory_report", "poll", "recv", "recv_async", "reduce", "reducescatter", "reducescatter_async",
-        "resumable", "save", "scatter", "send", "send_async", "sparse_allreduce_async", "synchronize", "synchronize_metrics",
+        "Compression", "DiLoCo", "DistributedOptimizer", "LocalSGD", "MirroredStrategy", "SyncBatchNorm", "allgather",
+        "allgather_async", "allgather_object", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall",
+        "alltoall_async", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_buffers",
+        "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters", "check_replicas", "comm_hooks", "elastic",
+        "gather", "gather_all_tensors", "grouped_allgather", "grouped_allgather_async", "grouped_allreduce",
+        "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter",
+        "grouped_reducescatter_async", "join", "load", "memory_report", "poll", "recv", "recv_async", "reduce",
+        "reducescatter", "reducescatter_async", "resumable", "save", "scatter", "send", "send_async",
+        "sparse_allreduce_async", "synchronize", "synchronize_metrics",
     ]
     __all__ += frontend.__all__
 else:
@@ -86,7 +87,7 @@ else:
                 "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter",
                 "grouped_reducescatter_async", "poll", "recv", "recv_async", "reduce", "reducescatter",
                 "reducescatter_async", "scatter", "send", "send_async", "sparse_allreduce_async", "synchronize"],
-        "optimizer": ["DistributedOptimizer"],
+        "optimizer": ["DiLoCo", "DistributedOptimizer", "LocalSGD"],
         "checkpoints.resumable_loader": ["resumable"],
         "sync_batch_norm": ["SyncBatchNorm"],
     }

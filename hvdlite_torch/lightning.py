@@ -30,6 +30,7 @@ import hvdlite_torch as hvd
 from hvdlite import api, boundaries
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.types import ReduceOp
+from hvdlite.training.outer.settings import DiLoCo
 from hvdlite_torch.collectives.broadcasts import BufferBroadcast
 
 _OPS = {"mean": ReduceOp.AVERAGE, "avg": ReduceOp.AVERAGE, "sum": ReduceOp.SUM, "min": ReduceOp.MIN, "max": ReduceOp.MAX,
@@ -91,6 +92,8 @@ class HvdliteStrategy(ParallelStrategy):
     Args:
         optimizer_arguments: for every `hvdlite_torch.DistributedOptimizer`, such as `compression=Compression.bf16`.
         broadcast_buffers: like DDP's: give all ranks rank 0's buffers before each training step.
+        outer: for every optimizer, see `DistributedOptimizer`. Everything is merged before Lightning saves, and at the end
+            of `fit`.
         stop_on_request: end `fit` after the same batch on all ranks when one of them is asked to; see `hvd.stop_requested`.
             `Trainer(min_epochs=...)` comes first.
         arguments: of Lightning's `ParallelStrategy`.
@@ -104,14 +107,14 @@ class HvdliteStrategy(ParallelStrategy):
     model: Any
 
     def __init__(self, optimizer_arguments: dict[str, Any] | None = None, broadcast_buffers: bool = False,
-                 stop_on_request: bool = False, **arguments: Any) -> None:
+                 stop_on_request: bool = False, outer: DiLoCo | None = None, **arguments: Any) -> None:
         hvd.init()
         if api.is_elastic():
             raise UnsupportedError("HvdliteStrategy does not work in an elastic job: Lightning's Trainer keeps the ranks "
                                    "with which it begins. Write the loop with hvd.elastic.run and TorchState, or start the "
                                    "job without --min-np and --host-discovery-script")
         super().__init__(cluster_environment=HvdliteEnvironment(), **arguments)
-        self._optimizer_arguments = dict(optimizer_arguments or {})
+        self._optimizer_arguments = {**(optimizer_arguments or {}), **({} if outer is None else {"outer": outer})}
         self._broadcasts_buffers, self._stops_on_request = broadcast_buffers, stop_on_request
         self._buffers: BufferBroadcast | None = None
         rank_zero_only.rank = hvd.rank()
@@ -158,6 +161,20 @@ class HvdliteStrategy(ParallelStrategy):
             _leave_out_lightnings_own()
             if boundaries.stop_requested():
                 self.lightning_module.trainer.should_stop = True
+
+    def on_train_end(self) -> None:
+        """Merge what workers have learned."""
+        self._merge()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Like the base class's, of parameters that are the same on all ranks; all ranks call this when Lightning saves."""
+        self._merge()
+        return super().lightning_module_state_dict()
+
+    def _merge(self) -> None:
+        if self._optimizer_arguments.get("outer") is not None:
+            for optimizer in self.optimizers:
+                optimizer.synchronize_outer(self.model)
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
         """Return all ranks' tensors, stacked along a new first dimension.

@@ -59,6 +59,10 @@ class Collectives:
             raise UnsupportedError(f"there is no process set {process_set}; it was removed, or never added")
         return self._state.process_sets[process_set]
 
+    def process_set_of(self, ranks: Sequence[int]) -> int | None:
+        """Return the id of the process set of these ranks; None where there is none."""
+        return self._state.process_sets.find(ranks)
+
     def allreduce(self, name: str, source: AnyArray | None, output: AnyArray, op: ReduceOp, *, prescale: float = 1.0,
                   postscale: float = 1.0, process_set: int = GLOBAL_PROCESS_SET_ID, at_once: bool = True,
                   blocking: bool = False) -> Handle:

@@ -26,6 +26,7 @@ from hvdlite.training.arguments import (
     shown_without_internal,
 )
 from hvdlite.training.gradients.weights import check_weight
+from hvdlite.training.outer.settings import DiLoCo
 from hvdlite_torch.comm_hooks.exchange import CommHook, check_hook
 from hvdlite_torch.compression import Compression, Compressor
 from hvdlite_torch.gradients.hooks import Hooks
@@ -54,6 +55,7 @@ def DistributedOptimizer(
     comm_hook: CommHook | None = None,
     wait_in: str | None = None,
     sharded: bool = False,
+    outer: DiLoCo | None = None,
     _runtime: Runtime | None = None,
     _label: str | None = None,
     _kind: type[Distributed] | None = None,
@@ -97,6 +99,8 @@ def DistributedOptimizer(
             they make different numbers of reductions where passes compute different gradients. Default: the knob
             `HVDLITE_WAIT_IN`, "backward" (`hvdrun --horovod-compat` and `hvdlite.horovod_compat` make it "step").
         sharded: whether each rank has the optimizer state of some parameters only, which it updates for all ranks.
+        outer: `hvd.DiLoCo(...)` or `hvd.LocalSGD(...)`: gradients are averaged among the ranks of a host only, and hosts
+            exchange changes of the parameters every few steps (docs/slow-links.md).
 
     Raises:
         ValueError: for invalid arguments, and an optimizer that is wrapped already; parameters without a name or with the
@@ -133,6 +137,10 @@ def DistributedOptimizer(
         from hvdlite_torch.optimizer.sharded import Sharded, check_sharded  # it extends `Distributed`
         check_sharded(optimizer, op)
         kind = Sharded
+    if outer is not None:
+        from hvdlite_torch.optimizer.outer import WithOuter, check_outer  # it extends `Distributed`
+        check_outer(outer, optimizer, op, process_set, has_hook=comm_hook is not None, is_sharded=sharded)
+        kind = WithOuter
     if op is ReduceOp.ADASUM:
         kind = DistributedAdasum
         if runtime is not None and runtime.world.size > 1:
@@ -142,7 +150,7 @@ def DistributedOptimizer(
     made.__class__ = type(base.__name__, (kind, base), {"__module__": base.__module__})
     made._prepare(ReductionSettings(
         names, ids, op, prescale, postscale, compression, backward_passes_per_step, sparse_as_dense, process_set,
-        waiting, comm_hook, unseen_sparse_dims))
+        waiting, comm_hook, unseen_sparse_dims, outer))
     if runtime is not None:
         made._attach(runtime, _label)
     if _runtime is None:

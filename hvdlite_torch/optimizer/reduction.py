@@ -15,6 +15,7 @@ from hvdlite.runtime.runtime import Runtime
 from hvdlite.training.gradients.before_step import BeforeStep
 from hvdlite.training.gradients.reducer import Reducer
 from hvdlite.training.gradients.round import WaitIn
+from hvdlite.training.outer.settings import DiLoCo
 from hvdlite_torch.arrays import cuda
 from hvdlite_torch.comm_hooks.exchange import CommHook, Exchange
 from hvdlite_torch.comm_hooks.hook_bucket import HookBucket
@@ -37,6 +38,7 @@ class ReductionSettings:
         comm_hook: reduces the gradients instead of an allreduce.
         exchange: the hook's collectives; a hook identifies its optimizer by it, so it outlives worlds.
         unseen_sparse_dims: see `TorchGradients`.
+        outer: see `optimizer.outer`.
     """
 
     names: dict[torch.Tensor, str]
@@ -51,6 +53,7 @@ class ReductionSettings:
     wait_in: WaitIn | None
     comm_hook: CommHook | None
     unseen_sparse_dims: int
+    outer: DiLoCo | None = None
     exchange: Exchange = dataclasses.field(default_factory=Exchange)
 
     def make_hooks(self, runtime: Runtime, label: str) -> Hooks:

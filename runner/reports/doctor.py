@@ -28,6 +28,9 @@ _SMALL: Final = {"files": (1024, "", "each rank opens some hundred files and soc
 """For each limit: the value below which to warn, the library it matters to, and the advice."""
 _NCCL: Final = ("NCCL (nvidia-nccl-cu12)", "NCCL (nvidia-nccl-cu13)")
 
+_FAST_LINK: Final = 0.9e9
+"""Bytes per second: of links that are not slow for data-parallel training."""
+
 
 def run_doctor(hosts: Sequence[Host], shell: Shell, directory: str, environ: Mapping[str, str], scheduler: str,
                as_json: bool) -> int:
@@ -148,6 +151,10 @@ def text(found: Mapping[str, Any]) -> list[str]:
         lines += [f"    {pair['from']} - {pair['to']}: " + (pair.get("problem") or
                   f"round trip {pair['round_trip_seconds'] * 1e6:,.0f} us, {pair['bytes_per_second'] / 1e6:,.0f} MB/s")
                   for pair in found["pairs"]]
+        slowest = min((pair["bytes_per_second"] for pair in found["pairs"] if "problem" not in pair), default=_FAST_LINK)
+        if slowest < _FAST_LINK:
+            lines.append(f"    gradients of 25 million parameters in float32 take {0.1e9 / slowest:.2g} s a step over the "
+                         "slowest of these links; if that is long beside a step, see docs/slow-links.md")
     return lines
 
 

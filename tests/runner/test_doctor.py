@@ -37,6 +37,10 @@ def test_hosts_that_agree() -> None:
     assert lines[:2] == ["no problem found", "inside an allocation of Slurm"]
     assert "    plane nccl: needs cupy: pip install 'hvdlite[nccl-cuda12]'" in lines
     assert lines[-1] == "    b - a: round trip 50 us, 1,000 MB/s"
+    facts["pairs"].append({"from": "c", "to": "a", "round_trip_seconds": 5e-5, "bytes_per_second": 117e6})
+    facts["pairs"].append({"from": "c", "to": "b", "problem": "no route"})
+    *_, last, advice = text({**facts, "problems": []})
+    assert "no route" in last and "take 0.85 s a step" in advice and "docs/slow-links.md" in advice
 
 
 def test_hosts_that_do_not() -> None:

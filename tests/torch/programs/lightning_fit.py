@@ -103,6 +103,15 @@ def fits(folder: str) -> None:
     assert trainer.strategy.broadcast({"rank": hvd.rank()}, 1) == {"rank": 1}
     assert trainer.strategy.reduce(torch.tensor(hvd.rank()), reduce_op="sum").item() == 1
 
+    # Workers that train by themselves: what is saved is what all ranks have at the end.
+    local, saves = Normal(), pl.callbacks.ModelCheckpoint(dirpath=folder, filename="outer")
+    outer = pl.Trainer(strategy=HvdliteStrategy(outer=hvd.DiLoCo(3, workers="rank")), callbacks=[saves], **COMMON)
+    outer.fit(local, loader(8))
+    hvd.check_replicas(local.state_dict())
+    saved = torch.load(os.path.join(folder, "outer.ckpt"), weights_only=False)
+    assert all(torch.equal(saved["state_dict"][name], each) for name, each in local.state_dict().items())
+    assert saved["optimizer_states"][0]["outer"]["step"] == outer.global_step == 8
+
     normal = Normal()
     normal.layers[1].running_mean += hvd.rank()
     pl.Trainer(strategy=HvdliteStrategy(broadcast_buffers=True), enable_checkpointing=False, **COMMON).fit(normal, loader(8))
@@ -123,7 +132,7 @@ def fits(folder: str) -> None:
     pl.Trainer(enable_checkpointing=False, use_distributed_sampler=False, **COMMON).fit(alone, single)
     for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
-    assert os.listdir(folder) == ["last.ckpt"] or hvd.rank() == 1
+    assert sorted(os.listdir(folder)) == ["last.ckpt", "outer.ckpt"] or hvd.rank() == 1
 
 
 def metrics_of_all_ranks() -> None:
