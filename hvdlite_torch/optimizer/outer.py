@@ -23,7 +23,7 @@ from hvdlite_torch.collectives.broadcasts import broadcast_tensors
 from hvdlite_torch.gradients.unfinal import get_grad
 from hvdlite_torch.ops import allreduce_async_
 from hvdlite_torch.optimizer.base import DistributedBase, Stage
-from hvdlite_torch.optimizer.distributed_optimizer import Distributed
+from hvdlite_torch.optimizer.distributed import Distributed
 from hvdlite_torch.rows import mapped
 from hvdlite_torch.uncompiled import leave_to_python
 

@@ -22,7 +22,7 @@ from hvdlite.core.errors import HorovodInternalError, UnsupportedError
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
 from hvdlite_torch.optimizer.base import DistributedBase, Stage
-from hvdlite_torch.optimizer.distributed_optimizer import Distributed
+from hvdlite_torch.optimizer.distributed import Distributed
 from hvdlite_torch.optimizer.reduction import ReductionSettings
 from hvdlite_torch.optimizer.shards import Shards
 from hvdlite_torch.uncompiled import leave_to_python
