@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, ClassVar, Final, NamedTuple
 
 import numpy as np
 
@@ -50,11 +50,12 @@ class BucketSignature(NamedTuple):
     """The same of a learned bucket, but for the number of its round; fields as in `BucketReady`.
 
     Attributes:
+        unused: the indices, or a digest of many.
         behind: how many more rounds than steps this rank has made.
     """
 
     bucket_id: int
-    unused: tuple[int, ...]
+    unused: tuple[int, ...] | str
     in_step: bool
     behind: int
 
@@ -64,6 +65,8 @@ class MailboxCall:
     """A call between its thread and the end of its round.
 
     Attributes:
+        patience_seconds: how long a thread waits before it notifies the coordinator.
+        is_in_place: whether the ranks write to each other's memory: a call is then over when all have done so.
         key: what is in use meanwhile: the process set and the name.
         name_number: see `stem_and_number`; of a bucket the number of the round.
         source: this rank's values, flat.
@@ -80,6 +83,8 @@ class MailboxCall:
         error: once it has failed.
     """
 
+    patience_seconds: ClassVar[float] = 0.1
+    is_in_place: ClassVar[bool] = False
     key: tuple[int, str]
     signature: Signature | BucketSignature
     name_number: int
@@ -115,13 +120,7 @@ class MailboxExchange:
     Args:
         members: the ranks of the process set.
 
-    Attributes:
-        patience_seconds: how long a thread waits before it notifies the coordinator.
-        is_in_place: whether the ranks write to each other's memory: a call is then over when all have done so.
     """
-
-    is_in_place = False
-    patience_seconds = 0.1
 
     def __init__(self, signature: Signature, members: tuple[int, ...], area: Area, casts: Casts) -> None:
         self.signature, self.area, self.index, self.size = signature, area, area.index, area.size

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from typing import Final
+
 import numpy as np
 
 from hvdlite.core.array import SUPPORTED_DTYPES
@@ -14,6 +17,8 @@ from hvdlite.negotiation.messages import BucketReady, Wait
 from hvdlite.planes.arithmetic import Casts, Reduction
 from hvdlite.planes.exchange import ReduceInPlace
 
+MOST_UNUSED: Final = 64
+"""Unused members of which a text lists the indices; of more it has a digest, because it is short."""
 _NOTHING = np.empty(0, np.uint8)
 
 
@@ -21,10 +26,13 @@ class BucketCall(MailboxCall):
     """A bucket that is filled on this rank."""
 
     __slots__ = ("bucket", "ready")
+    patience_seconds = 2.0  # ranks take different times for a step
+    is_in_place = True
 
     def __init__(self, bucket: LearnedBucket, ready: BucketReady, waiters: BlockedWaiters) -> None:
         response = bucket.definition.response
-        signature = BucketSignature(ready.bucket_id, ready.unused, ready.in_step, ready.round_id - ready.step)
+        digest = hashlib.sha256(repr(ready.unused).encode()).hexdigest() if len(ready.unused) > MOST_UNUSED else ""
+        signature = BucketSignature(ready.bucket_id, digest or ready.unused, ready.in_step, ready.round_id - ready.step)
         super().__init__((response.process_set_id, response.names[0]), signature, ready.round_id, _NOTHING, None,
                          lambda: BucketEntry(bucket, ready, waiters))
         self.bucket, self.ready = bucket, ready
@@ -35,9 +43,6 @@ class BucketCall(MailboxCall):
 
 class BucketExchange(MailboxExchange):
     """The values are where the ranks reduce them."""
-
-    is_in_place = True
-    patience_seconds = 2.0  # ranks take different times for a step
 
     def __init__(self, bucket: LearnedBucket, area: Area, casts: Casts) -> None:
         response = bucket.definition.response

@@ -75,16 +75,20 @@ class MailboxEnd:
         Raises:
             HorovodInternalError: when the job has failed.
         """
+        if not self.begin(call):
+            return False
+        self.take_part(call, block, unblock)
+        return True
+
+    def begin(self, call: MailboxCall) -> bool:
+        """Write this rank's part of a call; return whether that was possible. `take_part` has to follow."""
         try:
-            if not self.write(call):
-                return False
+            return self.write(call)
         except BaseException:
             self.abandon(call)
             raise
         finally:
             self._let_act()
-        self.take_part(call, block, unblock)
-        return True
 
     def take_part(self, call: MailboxCall, block: Callable[[], float], unblock: Callable[[float], None]) -> None:
         """Wait until a call that is written is over, or has become a request; again after an exception.
@@ -179,7 +183,7 @@ class MailboxEnd:
         self._inbox.post(MailboxStale(self.mailbox.mailbox_id, call.key[1]))
 
     def _wait(self, call: MailboxCall) -> None:
-        word, clock, patience = self._area.word, time.perf_counter, self._exchange.patience_seconds
+        word, clock, patience = self._area.word, time.perf_counter, call.patience_seconds
         is_reported, begun = False, clock()
         while True:
             seen = word.value
@@ -241,6 +245,7 @@ class MailboxEnd:
             self._is_frozen = True
             call = self._call
             if call is None:
+                self._forget()
                 return None
             if self.last_round != call.round_id:  # its thread was interrupted before it had written
                 self._drop(call)
@@ -249,6 +254,7 @@ class MailboxEnd:
             else:
                 call.entry = call.make_entry()
                 self._call = None
+                self._forget()
         self._area.wake()
         return call.entry
 
@@ -266,10 +272,11 @@ class MailboxEnd:
             self._is_frozen = True
             call = self._call
             if call is None:
+                self._forget()
                 return
             if self.last_round == call.round_id and self._differs(call) is False:
                 self._collect(call)
-            else:
+            if not call.is_done:  # or some rank has not done its part of it
                 call.error = error
                 self._drop(call)
         self._area.wake()
@@ -311,15 +318,22 @@ class MailboxEnd:
             self._exchange.collect(call, call.round_id & 1)
             call.is_collected = True
             self._area.lines[self._area.index][REDUCED] = call.round_id
-        if self._exchange.is_in_place:
+        if call.is_in_place:
             if not self._is_reduced(call):
                 return
             self._area.wake(self._others)
         call.is_done = True
         self._drop(call)
 
+    def _forget(self) -> None:
+        """There are no more calls: let go of the memory of a bucket."""
+        self._signature = None
+        vars(self).pop("_exchange", None)
+
     def _drop(self, call: MailboxCall) -> None:
         self._call = None
+        if self._is_frozen:
+            self._forget()
         self._end(call)
 
     def _end(self, call: MailboxCall) -> None:

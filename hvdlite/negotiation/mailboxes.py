@@ -197,7 +197,7 @@ class MailboxTable:
                 return number
         least, size, most = next((least, size, most) for (least, _), (size, most) in itertools.pairwise(((0, 0), *CLASSES))
                                  if capacity <= size)
-        if sum(least < area.capacity <= size for area in self._areas) >= most:
+        if capacity and sum(least < area.capacity <= size for area in self._areas) >= most:  # buckets: as many as layouts
             return None
         self._areas.append(_Area(len(members), capacity))
         return len(self._areas) - 1

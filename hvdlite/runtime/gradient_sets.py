@@ -97,7 +97,7 @@ class GradientSets:
         if ready.blocking:
             end = self._mailboxes.get((bucket.definition.response.process_set_id, bucket_stem(ready.bucket_id)))
             call = None if end is None else BucketCall(bucket, ready, self._waiters)
-            if end is not None and call is not None and end.write(call):
+            if end is not None and call is not None and end.begin(call):
                 return ExchangedBucket(call, end, self._waiters)
         entry = BucketEntry(bucket, ready, self._waiters, event)
         self._inbox.put(entry)

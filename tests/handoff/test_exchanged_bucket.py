@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import concurrent.futures
+import gc
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
+from hvdlite.core.errors import HorovodInternalError
 from hvdlite.core.types import Collective, ReduceOp
 from hvdlite.handoff.buckets import BucketEntry, LearnedBucket
 from hvdlite.handoff.exchanged_bucket import BucketCall, BucketExchange, ExchangedBucket
 from hvdlite.handoff.handle import BlockedWaiters
 from hvdlite.handoff.mailbox import MailboxEnd
 from hvdlite.memory import futex
-from hvdlite.memory.area import Area, area_bytes
+from hvdlite.memory.area import REDUCED, Area, area_bytes
 from hvdlite.memory.patience import Patience
 from hvdlite.negotiation.messages import Bucket, BucketReady, Mailbox, Request, Response
 from hvdlite.planes.arithmetic import Casts, Reduction
@@ -110,13 +113,53 @@ def test_the_background_thread_does_the_part_of_a_thread_that_does_not_come() ->
             pass
         assert world.ends[1].freeze() == 1 and world.ends[1].close() is None
 
-    BucketExchange.patience_seconds, kept = 0.01, BucketExchange.patience_seconds
+    BucketCall.patience_seconds, kept = 0.01, BucketCall.patience_seconds
     try:
         run_ranks(act, 2)
     finally:
-        BucketExchange.patience_seconds = kept
+        BucketCall.patience_seconds = kept
     world.check(0, 1)
     assert (world.values[1] == world.values[0]).all()
+
+
+def test_a_rank_that_dies_before_it_has_done_its_part_ends_the_wait_of_the_others() -> None:
+    world = World(2)
+    mine, _ = world.send(0, 1), world.send(1, 1)
+
+    def act(rank: int) -> None:
+        if rank == 0:
+            with pytest.raises(HorovodInternalError, match="rank 1 was lost"):
+                mine.wait()
+        else:
+            while not world.ends[0]._area.lines[0][REDUCED]:  # rank 0 has done its part
+                pass
+            world.ends[0].fail(HorovodInternalError("rank 1 was lost"))
+
+    run_ranks(act, 2)
+    assert not world.ends[0].has_call
+
+
+@pytest.mark.parametrize("ended", ["close", "fail"])
+def test_a_mailbox_that_has_ended_lets_go_of_the_bucket(ended: str) -> None:
+    world = World(2)
+    handles = [world.send(rank, 1) for rank in range(2)]
+    run_ranks(lambda rank: handles[rank].wait(), 2)
+    memory = weakref.ref(world.ends[0]._exchange._reduce)  # type: ignore[attr-defined]
+    handles.clear()
+    gc.collect()
+    assert memory() is not None, "for the next round"
+    for end in world.ends:
+        end.freeze()
+        _ = end.close() if ended == "close" else end.fail(HorovodInternalError("over"))  # type: ignore[func-returns-value]
+    gc.collect()
+    assert memory() is None
+
+
+def test_texts_are_short_however_many_members_are_unused() -> None:
+    world = World(2)
+    world.send(0, 1, unused=tuple(range(5000)))
+    world.send(1, 1, unused=tuple(range(5000)))
+    assert all(end.is_complete(end._call) for end in world.ends)  # type: ignore[arg-type]
 
 
 def test_a_bucket_that_others_have_not_written_is_reported_after_all() -> None:

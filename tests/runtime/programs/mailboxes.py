@@ -20,16 +20,16 @@ from hvdlite.core.array import BFLOAT16
 from hvdlite.core.errors import DuplicateNameError, MismatchError, PeerLeftError
 from hvdlite.handoff import handle as handles
 from hvdlite.handoff import mailbox
-from hvdlite.handoff.exchange import MailboxExchange
+from hvdlite.handoff.exchange import MailboxCall
 
 LEARNED = "done in a mailbox"
-SHORT, LONG = MailboxExchange.patience_seconds, 60.0
+SHORT, LONG = MailboxCall.patience_seconds, 60.0
 """The patience of threads: as it is, and so long that calls stay in a mailbox on a busy machine, too."""
 
 
 def _be_patient(seconds: float) -> None:
     hvd.barrier()
-    MailboxExchange.patience_seconds = seconds
+    MailboxCall.patience_seconds = seconds
     hvd.barrier()
 
 

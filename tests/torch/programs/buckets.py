@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import hvdlite_torch as hvd
-from hvdlite.handoff.exchanged_bucket import BucketExchange, ExchangedBucket
+from hvdlite.handoff.exchanged_bucket import BucketCall, ExchangedBucket
 from hvdlite.runtime import gradient_sets
 from hvdlite.runtime.runtime import Runtime
 from tests.torch.models import has_learned, net, share, weights, wrapped
@@ -91,18 +91,18 @@ def the_only_bucket_goes_through_a_mailbox(runtime: Runtime) -> str:
         times.append(sum(handle._call.is_done for handle in made))
 
     vars(gradient_sets)["ExchangedBucket"] = exchanged
-    BucketExchange.patience_seconds = 60.0  # whatever else the machine does
+    BucketCall.patience_seconds = 60.0  # whatever else the machine does
     train(12)
     assert times[-1] >= 6, "it has learned"
     train(1, lacks=True)
     runtime.barrier("before").wait()
     train(40)
-    BucketExchange.patience_seconds = 0.05
+    BucketCall.patience_seconds = 0.05
     if runtime.world.rank == 0:
         time.sleep(0.3)
     train(1)
     runtime.barrier("after").wait()
-    BucketExchange.patience_seconds = 60.0
+    BucketCall.patience_seconds = 60.0
     train(40)
     assert times[1] == times[0] and times[2] > times[1] and times[4] > times[3], times
     return hashlib.sha256(b"".join(each.numpy().tobytes() for each in weights(model))).hexdigest()
