@@ -150,7 +150,7 @@ class Config:
         4 * MIB, _size, "largest size of the first and of the last bucket of a gradient set, in bytes; 0 is one gradient",
         tunable=(64 * KIB, 32 * MIB))
     bucket_layouts: int = knob(
-        64, _at_least(1), "number of gradient sets whose buckets are kept; the one whose bucket rank 0 released least recently is dropped")
+        64, _at_least(1), "number of gradient sets whose buckets are kept; the one that rank 0 released least recently goes")
     gradient_as_bucket_view: bool = knob(
         True, _flag, "make reduced gradients views of their bucket's memory (as in DDP); off: copy them")
     step_parts: bool = knob(
