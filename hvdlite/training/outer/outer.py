@@ -20,11 +20,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from hvdlite.core.array import Array
-from hvdlite.core.errors import MismatchError
+from hvdlite.core.errors import MismatchError, UnsupportedError
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training import objects
 from hvdlite.training.outer.exchange import Exchange, Round
-from hvdlite.training.outer.fragment import Fragment
+from hvdlite.training.outer.fragment import NEVER, Fragment
 from hvdlite.training.outer.schedule import Schedule, divide
 from hvdlite.training.outer.settings import DiLoCo
 from hvdlite.training.replicas import check_replicas
@@ -105,6 +105,7 @@ class Outer:
     Raises:
         MismatchError: on all ranks, when their states are of different steps.
         ReplicaMismatchError: on all ranks, when their parameters or global weights differ.
+        UnsupportedError: for parameters that are no floating-point or complex numbers.
         ValueError: for a state that does not fit.
     """
 
@@ -112,6 +113,11 @@ class Outer:
                  parameters: Sequence[Parameter], weights: LocalWeights, state: Mapping[str, Any] | None = None) -> None:
         self._runtime, self._label, self._settings, self._workers = runtime, label, settings, workers
         self._parameters, self._weights = parameters, weights
+        for each in parameters:
+            if not each.dtype.startswith(("float", "bfloat", "complex")):
+                raise UnsupportedError(f"rank {runtime.world.rank}: outer=: parameter '{each.name}' is {each.dtype}, and "
+                                       "workers average floating-point and complex numbers: make it a buffer, or leave it "
+                                       "out of the optimizer")
         self._parts = divide([each.size for each in parameters], settings.fragments)
         self._schedule = Schedule(settings.every, len(self._parts), settings.delay or 0)
         if settings.delay is None:
@@ -151,14 +157,14 @@ class Outer:
         for index in self._schedule.beginning(self.step):
             self._begin(index, self._schedule.delay)
         slowest = [self._merge(index) for index in list(self._rounds) if self._fragments[index].due <= self.step]
-        if not self._has_delay and self.step % self._settings.every == 0:
+        if slowest and not self._has_delay and self.step >= self._settings.every:
             self._agree_on_delay(max(slowest))
 
     def synchronize(self) -> None:
         """Merge everything now: the local weights of all ranks become the global ones. All ranks call this.
 
         What is under way is merged as usual. What workers have learned since is averaged without the outer optimizer, whose
-        momentum would make a whole step of it, however little it is.
+        momentum would make a whole step of it, however little it is. If that is left out, it is lost.
         """
         for index in list(self._rounds):
             self._merge(index)
@@ -172,7 +178,7 @@ class Outer:
     def _begin(self, index: int, delay: int) -> None:
         part, fragment = self._parts[index], self._fragments[index]
         fragment.start = self._weights.read(part, fragment.weights.dtype)
-        fragment.begun, fragment.due = self.step, self.step + delay
+        fragment.begun, fragment.due, fragment.is_reset = self.step, self.step + delay, False
         self._send(index)
 
     def _send(self, index: int) -> None:
@@ -198,20 +204,32 @@ class Outer:
                 fragment.step(mean, self._settings)
             self._weights.write(part, fragment.merged(local, self._settings))
         else:
-            self._skip(fragment, part, local)
+            fragment.start = None
+            self._skip(fragment)
+            if averages:
+                self._weights.write(part, fragment.weights)
+            else:
+                fragment.begun = fragment.due = NEVER
         fragment.start = None
         return round_.seconds
 
-    def _skip(self, fragment: Fragment, part: range, local: Array) -> None:
-        """Leave out an exchange; a worker whose weights are not finite takes the global ones."""
-        is_finite = bool(np.isfinite(local).all())
-        if not self.skipped or not is_finite:
+    def _skip(self, fragment: Fragment) -> None:
+        """Leave out an exchange; a rank with weights that are not finite takes the global ones, of all fragments."""
+        local = (self._weights.read(part, each.weights.dtype)
+                 for part, each in zip(self._parts, self._fragments, strict=True))
+        is_finite = all(np.isfinite(values).all() for values in local)
+        if not self.skipped:
             _log.warning("rank %d: the outer exchange that began at step %d is left out on all ranks, because some workers' "
-                         "weights are not finite; %s", self._runtime.world.rank, fragment.begun,
-                         "this rank's are" if is_finite else "this rank's are not, and become the global weights")
+                         "weights are not finite; %s. Later ones are left out without a message",
+                         self._runtime.world.rank, fragment.begun, "this rank's are" if is_finite else
+                         "this rank's are not, and become the global weights. State of its optimizer may be NaN too; then "
+                         "they do not stay finite: load a checkpoint")
         self.skipped += 1
-        if not is_finite:
-            self._weights.write(part, fragment.weights)
+        if is_finite:
+            return
+        for part, each in zip(self._parts, self._fragments, strict=True):
+            self._weights.write(part, each.weights)
+            each.is_reset = each.start is not None
 
     def _agree_on_delay(self, seconds: float) -> None:
         """Let all ranks wait as many steps for an exchange as it takes on rank 0."""
