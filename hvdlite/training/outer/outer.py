@@ -92,6 +92,35 @@ def _check_equal(runtime: Runtime, own: str, name: str, advice: str) -> None:
         raise MismatchError(f"outer= differs between ranks: {texts[0]} on rank 0, {texts[other]} on rank {other}; {advice}")
 
 
+def saved_weights(state: Mapping[str, Any], settings: DiLoCo, parameters: Sequence[Parameter]) -> list[tuple[str, Array]]:
+    """Return what `Outer.global_weights` returns after a begin with a state, without the begin.
+
+    Raises:
+        ValueError: for a state that does not fit.
+    """
+    parts = divide([each.size for each in parameters], settings.fragments)
+    _check_fits(state, [sum(parameters[index].size for index in part) for part in parts])
+    return _by_parameter([each["weights"] for each in state["fragments"]], parts, parameters)
+
+
+def _by_parameter(weights: Sequence[Array], parts: Sequence[range],
+                  parameters: Sequence[Parameter]) -> list[tuple[str, Array]]:
+    """Return the name and the values of each parameter, given the values of each fragment."""
+    found = []
+    for part, values in zip(parts, weights, strict=True):
+        ends = np.cumsum([parameters[index].size for index in part])
+        found += [(parameters[index].name, own) for index, own in zip(part, np.split(values, ends[:-1]), strict=True)]
+    return found
+
+
+def _check_fits(state: Mapping[str, Any], expected: Sequence[int]) -> None:
+    sizes = [each["weights"].size for each in state["fragments"]]
+    if sizes != list(expected):
+        raise ValueError(f"the optimizer's outer state, which rank {state['rank']} saved, is of fragments of {sizes} values, "
+                         f"and this optimizer has fragments of {list(expected)}: load it with the same parameters and "
+                         "fragments=")
+
+
 class Outer:
     """The exchanges of one optimizer in one world.
 
@@ -248,12 +277,7 @@ class Outer:
 
     def global_weights(self) -> list[tuple[str, Array]]:
         """Return the name and the global values of each parameter, flat; views, which change with the next exchange."""
-        found = []
-        for part, fragment in zip(self._parts, self._fragments, strict=True):
-            ends = np.cumsum([self._parameters[index].size for index in part])
-            found += [(self._parameters[index].name, values)
-                      for index, values in zip(part, np.split(fragment.weights, ends[:-1]), strict=True)]
-        return found
+        return _by_parameter([each.weights for each in self._fragments], self._parts, self._parameters)
 
     def check_replicas(self) -> None:
         """Compare the global weights of all ranks, which call this alike; see `training.replicas`."""
@@ -276,12 +300,7 @@ class Outer:
     def _load(self, state: Mapping[str, Any]) -> None:
         """Go on with a state. Errors of another rank, or of other workers, are not this one's."""
         is_own = (state["rank"], state["workers"]) == (self._runtime.world.rank, [list(each) for each in self._workers])
-        sizes = [each["weights"].size for each in state["fragments"]]
-        expected = [each.weights.size for each in self._fragments]
-        if sizes != expected:
-            raise ValueError(f"rank {self._runtime.world.rank}: the optimizer's state is of fragments of {sizes} values, "
-                             f"and this optimizer has fragments of {expected}: load it with the same parameters and "
-                             "fragments=")
+        _check_fits(state, [each.weights.size for each in self._fragments])
         self.step = state["step"]
         if self._settings.delay is None:
             self._schedule.delay = min(state["delay"], self._schedule.longest_delay)
