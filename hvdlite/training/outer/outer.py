@@ -116,7 +116,7 @@ def _by_parameter(weights: Sequence[Array], parts: Sequence[range],
 def _check_fits(state: Mapping[str, Any], expected: Sequence[int]) -> None:
     sizes = [each["weights"].size for each in state["fragments"]]
     if sizes != list(expected):
-        raise ValueError(f"the optimizer's outer state, which rank {state['rank']} saved, is of fragments of {sizes} values, "
+        raise ValueError(f"the optimizer's outer state, saved by rank {state['rank']}, is of fragments of {sizes} values, "
                          f"and this optimizer has fragments of {list(expected)}: load it with the same parameters and "
                          "fragments=")
 
