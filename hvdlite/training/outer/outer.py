@@ -224,22 +224,22 @@ class Outer:
         """
         round_, fragment, part = self._rounds.pop(index), self._fragments[index], self._parts[index]
         mean = round_.finish()
-        local = self._weights.read(part, mean.dtype)
         if np.isfinite(mean).all():
+            local = self._weights.read(part, mean.dtype)
             fragment.errors = round_.errors
             if averages:
                 fragment.weights -= mean
             else:
                 fragment.step(mean, self._settings)
             self._weights.write(part, fragment.merged(local, self._settings))
-        else:
             fragment.start = None
-            self._skip(fragment)
-            if averages:
-                self._weights.write(part, fragment.weights)
-            else:
-                fragment.begun = fragment.due = NEVER
+            return round_.seconds
         fragment.start = None
+        self._skip(fragment)
+        if averages:
+            self._weights.write(part, fragment.weights)
+        else:
+            fragment.begun = fragment.due = NEVER
         return round_.seconds
 
     def _skip(self, fragment: Fragment) -> None:
