@@ -78,7 +78,7 @@ def _broadcast_state(runtime: Runtime, optimizer: torch.optim.Optimizer, root_ra
     if hasattr(optimizer, "consolidate_state_dict"):  # a part of its state is on each rank
         optimizer.consolidate_state_dict(to=root_rank)
     state = broadcast_structure(runtime, optimizer.state_dict() if is_root else None, root_rank, "optimizer_state")
-    if not is_root:
+    if not is_root or hasattr(optimizer, "synchronize_outer"):  # whose exchanges begin again on all ranks
         load_exactly(optimizer, state)
 
 

@@ -17,8 +17,11 @@ from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
-from hvdlite.training.outer.outer import Outer, Parameter, agree_on_workers
+from hvdlite.training import objects
+from hvdlite.training.outer.outer import Outer, Parameter, agree_on_workers, saved_weights
 from hvdlite.training.outer.settings import DiLoCo
+from hvdlite.training.replicas import digest
+from hvdlite_torch.arrays.tensors import on_host
 from hvdlite_torch.collectives.broadcasts import broadcast_tensors
 from hvdlite_torch.gradients.unfinal import get_grad
 from hvdlite_torch.ops import allreduce_async_
@@ -65,7 +68,14 @@ class WithOuter(Distributed):
         self._outer, self._state = None, state
 
     def _saved(self) -> dict[str, Any] | None:
-        return self._state if self._outer is None else self._outer.state()
+        if self._outer is not None:
+            return self._outer.state()
+        return None if self._trains_alone else self._state
+
+    @property
+    def _trains_alone(self) -> bool:
+        """Whether there is one worker; not known before the first world."""
+        return self._is_attached and not self.workers
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Like the base class's, before the first step.
@@ -98,24 +108,34 @@ class WithOuter(Distributed):
         Call it before a model is evaluated or saved. With one worker it does nothing.
 
         Args:
-            modules: whose buffers become equal too: those of floating-point numbers their mean over all ranks, others rank
-                0's. An optimizer has no buffers: pass the model when it has running statistics (BatchNorm).
+            modules: whose buffers become equal too: those of floating-point numbers that differ their mean over all ranks,
+                others rank 0's. An optimizer has no buffers: pass the model when it has running statistics (BatchNorm).
 
         Raises:
             MismatchError: when ranks have made different numbers of steps.
             HorovodInternalError: like every collective.
         """
         self._take_part()
+        if self._state is not None:  # of a checkpoint, or of the last world
+            self._begin_outer((), {})
         if self._outer is not None:
             self._outer.synchronize()
         buffers = {id(each): each for module in modules for each in module.buffers()} if self.workers else {}
-        kept = [each for each in buffers.values() if each.is_floating_point() or each.is_complex()]
+        kept = self._different([each for each in buffers.values() if each.is_floating_point() or each.is_complex()])
         handles = [allreduce_async_(each, name=f"{self._outer_label}.buffer.{index}", op=ReduceOp.AVERAGE)
                    for index, each in enumerate(kept)]
         for handle in handles:
             handle.wait()
         broadcast_tensors(self._runtime, [each for each in buffers.values() if not each.is_floating_point()
                                           and not each.is_complex()], 0, f"{self._outer_label}.counts")
+
+    def _different(self, buffers: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return those that are not bitwise equal on all ranks: a sum of the others may overflow, as that of a mask."""
+        if not buffers:
+            return []
+        digests = objects.allgather_object(self._runtime, [digest(on_host(each, "a buffer")) for each in buffers],
+                                           f"{self._outer_label}.buffers")
+        return [each for each, found in zip(buffers, zip(*digests, strict=True), strict=True) if len(set(found)) > 1]
 
     def global_weights(self) -> dict[str, torch.Tensor]:
         """Return copies of the global weights by the parameters' names, on the CPU; float32, float64 or complex.
@@ -124,10 +144,15 @@ class WithOuter(Distributed):
         merged. Before the first step, and with one worker, they are the parameters.
         """
         parameters = {self._settings.names[each]: each for each in self._all_parameters()}
-        if self._outer is None:
+        if self._outer is not None:
+            named = self._outer.global_weights()
+        elif self._state is not None and not self._trains_alone:  # of a checkpoint, or of the last world
+            assert self._settings.outer is not None
+            named = saved_weights(self._state, self._settings.outer, self._described())
+        else:
             return {name: each.detach().cpu().clone() for name, each in parameters.items()}
         found = {}
-        for name, values in self._outer.global_weights():
+        for name, values in named:
             shaped = torch.from_numpy(values.copy()).view(_real(parameters[name]).shape)
             found[name] = torch.view_as_complex(shaped) if parameters[name].is_complex() else shaped
         return found
@@ -156,16 +181,17 @@ class WithOuter(Distributed):
     def _all_parameters(self) -> list[torch.Tensor]:
         return [each for group in self.param_groups for each in group["params"]]
 
+    def _described(self) -> list[Parameter]:
+        return [Parameter(self._settings.names[each], _real(each).numel(), str(each.dtype).removeprefix("torch."))
+                for each in self._all_parameters()]
+
     def _begin_outer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """In the first step: the parameters, before they change, are the global weights."""
         if not self.workers or self._outer is not None:
             return
         assert self._settings.outer is not None
-        parameters = self._all_parameters()
-        described = [Parameter(self._settings.names[each], _real(each).numel(), str(each.dtype).removeprefix("torch."))
-                     for each in parameters]
-        self._outer = Outer(self._runtime, self._outer_label, self._settings.outer, self.workers, described,
-                            _Weights(parameters), self._state)
+        self._outer = Outer(self._runtime, self._outer_label, self._settings.outer, self.workers, self._described(),
+                            _Weights(self._all_parameters()), self._state)
         self._state = None
 
     def _count_step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -51,6 +51,18 @@ def test_the_next_world() -> None:
     processes(2, programs.goes_on_in_the_next_world, imported=TORCH)
 
 
+def test_everything_is_merged_after_loading() -> None:
+    processes(2, programs.synchronizes_after_loading, imported=TORCH)
+
+
+def test_optimizer_state_is_broadcast_in_the_middle() -> None:
+    processes(2, programs.broadcasts_in_the_middle, imported=TORCH)
+
+
+def test_equal_buffers_stay() -> None:
+    processes(2, programs.equal_buffers_stay, imported=TORCH)
+
+
 def test_what_is_refused() -> None:
     processes(2, programs.refused, imported=TORCH)
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from hvdlite.core.array import Array
 from hvdlite.training.outer.codec import Codec
 from hvdlite.training.outer.settings import CARRY, DiLoCo
+
+NEVER: Final = -1
+"""The step of an exchange that was left out."""
 
 
 @dataclasses.dataclass
@@ -36,8 +39,10 @@ class Fragment:
         momentum: of the outer optimizer; None without momentum.
         errors: None where nothing is rounded, or nothing has been exchanged.
         start: the local weights with which the exchange under way began; None when there is none.
-        begun: the step at which the last exchange began.
+        begun: the step at which the last exchange began; `NEVER` after one that was left out.
         due: the step at which the one under way is merged.
+        is_reset: whether local weights became the global ones while an exchange was under way: "carry" and shares have no
+            meaning then, and its merge replaces them.
     """
 
     weights: Array
@@ -46,12 +51,13 @@ class Fragment:
     start: Array | None = None
     begun: int = 0
     due: int = 0
+    is_reset: bool = False
 
     def state(self) -> dict[str, Any]:
         """Return copies of all fields, for a checkpoint; errors as a list."""
         errors = self.errors and [self.errors.change, self.errors.mean]
         return copy.deepcopy({"weights": self.weights, "momentum": self.momentum, "start": self.start, "errors": errors,
-                              "begun": self.begun, "due": self.due})
+                              "begun": self.begun, "due": self.due, "is_reset": self.is_reset})
 
     def load(self, state: Mapping[str, Any], *, with_errors: bool) -> None:
         """Take over what `state` returned; momentum only where there is one."""
@@ -62,7 +68,7 @@ class Fragment:
         if with_errors and state["errors"] is not None:
             self.errors = Errors(*(np.array(each, dtype) for each in state["errors"]))
         self.start = None if state["start"] is None else np.array(state["start"], dtype)
-        self.begun, self.due = state["begun"], state["due"]
+        self.begun, self.due, self.is_reset = state["begun"], state["due"], state["is_reset"]
 
     def step(self, gradient: Array, settings: DiLoCo) -> None:
         """Make a step of the outer optimizer: SGD as in torch, with dampening 0.
@@ -86,7 +92,7 @@ class Fragment:
         Args:
             local: the present ones.
         """
-        if self.start is None or self.due == self.begun:
+        if self.start is None or self.due == self.begun or self.is_reset:
             return self.weights
         if settings.merge == CARRY:
             carried: Array = self.weights + (local - self.start)

@@ -20,11 +20,11 @@ from typing import Any, Protocol
 import numpy as np
 
 from hvdlite.core.array import Array
-from hvdlite.core.errors import MismatchError
+from hvdlite.core.errors import MismatchError, UnsupportedError
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training import objects
 from hvdlite.training.outer.exchange import Exchange, Round
-from hvdlite.training.outer.fragment import Fragment
+from hvdlite.training.outer.fragment import NEVER, Fragment
 from hvdlite.training.outer.schedule import Schedule, divide
 from hvdlite.training.outer.settings import DiLoCo
 from hvdlite.training.replicas import check_replicas
@@ -92,6 +92,35 @@ def _check_equal(runtime: Runtime, own: str, name: str, advice: str) -> None:
         raise MismatchError(f"outer= differs between ranks: {texts[0]} on rank 0, {texts[other]} on rank {other}; {advice}")
 
 
+def saved_weights(state: Mapping[str, Any], settings: DiLoCo, parameters: Sequence[Parameter]) -> list[tuple[str, Array]]:
+    """Return what `Outer.global_weights` returns after a begin with a state, without the begin.
+
+    Raises:
+        ValueError: for a state that does not fit.
+    """
+    parts = divide([each.size for each in parameters], settings.fragments)
+    _check_fits(state, [sum(parameters[index].size for index in part) for part in parts])
+    return _by_parameter([each["weights"] for each in state["fragments"]], parts, parameters)
+
+
+def _by_parameter(weights: Sequence[Array], parts: Sequence[range],
+                  parameters: Sequence[Parameter]) -> list[tuple[str, Array]]:
+    """Return the name and the values of each parameter, given the values of each fragment."""
+    found = []
+    for part, values in zip(parts, weights, strict=True):
+        ends = np.cumsum([parameters[index].size for index in part])
+        found += [(parameters[index].name, own) for index, own in zip(part, np.split(values, ends[:-1]), strict=True)]
+    return found
+
+
+def _check_fits(state: Mapping[str, Any], expected: Sequence[int]) -> None:
+    sizes = [each["weights"].size for each in state["fragments"]]
+    if sizes != list(expected):
+        raise ValueError(f"the optimizer's outer state, saved by rank {state['rank']}, is of fragments of {sizes} values, "
+                         f"and this optimizer has fragments of {list(expected)}: load it with the same parameters and "
+                         "fragments=")
+
+
 class Outer:
     """The exchanges of one optimizer in one world.
 
@@ -105,6 +134,7 @@ class Outer:
     Raises:
         MismatchError: on all ranks, when their states are of different steps.
         ReplicaMismatchError: on all ranks, when their parameters or global weights differ.
+        UnsupportedError: for parameters that are no floating-point or complex numbers.
         ValueError: for a state that does not fit.
     """
 
@@ -112,6 +142,11 @@ class Outer:
                  parameters: Sequence[Parameter], weights: LocalWeights, state: Mapping[str, Any] | None = None) -> None:
         self._runtime, self._label, self._settings, self._workers = runtime, label, settings, workers
         self._parameters, self._weights = parameters, weights
+        for each in parameters:
+            if not each.dtype.startswith(("float", "bfloat", "complex")):
+                raise UnsupportedError(f"rank {runtime.world.rank}: outer=: parameter '{each.name}' is {each.dtype}, and "
+                                       "workers average floating-point and complex numbers: make it a buffer, or leave it "
+                                       "out of the optimizer")
         self._parts = divide([each.size for each in parameters], settings.fragments)
         self._schedule = Schedule(settings.every, len(self._parts), settings.delay or 0)
         if settings.delay is None:
@@ -151,14 +186,14 @@ class Outer:
         for index in self._schedule.beginning(self.step):
             self._begin(index, self._schedule.delay)
         slowest = [self._merge(index) for index in list(self._rounds) if self._fragments[index].due <= self.step]
-        if not self._has_delay and self.step % self._settings.every == 0:
+        if slowest and not self._has_delay and self.step >= self._settings.every:
             self._agree_on_delay(max(slowest))
 
     def synchronize(self) -> None:
         """Merge everything now: the local weights of all ranks become the global ones. All ranks call this.
 
         What is under way is merged as usual. What workers have learned since is averaged without the outer optimizer, whose
-        momentum would make a whole step of it, however little it is.
+        momentum would make a whole step of it, however little it is. If that is left out, it is lost.
         """
         for index in list(self._rounds):
             self._merge(index)
@@ -172,7 +207,7 @@ class Outer:
     def _begin(self, index: int, delay: int) -> None:
         part, fragment = self._parts[index], self._fragments[index]
         fragment.start = self._weights.read(part, fragment.weights.dtype)
-        fragment.begun, fragment.due = self.step, self.step + delay
+        fragment.begun, fragment.due, fragment.is_reset = self.step, self.step + delay, False
         self._send(index)
 
     def _send(self, index: int) -> None:
@@ -189,29 +224,41 @@ class Outer:
         """
         round_, fragment, part = self._rounds.pop(index), self._fragments[index], self._parts[index]
         mean = round_.finish()
-        local = self._weights.read(part, mean.dtype)
         if np.isfinite(mean).all():
+            local = self._weights.read(part, mean.dtype)
             fragment.errors = round_.errors
             if averages:
                 fragment.weights -= mean
             else:
                 fragment.step(mean, self._settings)
             self._weights.write(part, fragment.merged(local, self._settings))
-        else:
-            self._skip(fragment, part, local)
+            fragment.start = None
+            return round_.seconds
         fragment.start = None
+        self._skip(fragment)
+        if averages:
+            self._weights.write(part, fragment.weights)
+        else:
+            fragment.begun = fragment.due = NEVER
         return round_.seconds
 
-    def _skip(self, fragment: Fragment, part: range, local: Array) -> None:
-        """Leave out an exchange; a worker whose weights are not finite takes the global ones."""
-        is_finite = bool(np.isfinite(local).all())
-        if not self.skipped or not is_finite:
+    def _skip(self, fragment: Fragment) -> None:
+        """Leave out an exchange; a rank with weights that are not finite takes the global ones, of all fragments."""
+        local = (self._weights.read(part, each.weights.dtype)
+                 for part, each in zip(self._parts, self._fragments, strict=True))
+        is_finite = all(np.isfinite(values).all() for values in local)
+        if not self.skipped:
             _log.warning("rank %d: the outer exchange that began at step %d is left out on all ranks, because some workers' "
-                         "weights are not finite; %s", self._runtime.world.rank, fragment.begun,
-                         "this rank's are" if is_finite else "this rank's are not, and become the global weights")
+                         "weights are not finite; %s. Later ones are left out without a message",
+                         self._runtime.world.rank, fragment.begun, "this rank's are" if is_finite else
+                         "this rank's are not, and become the global weights. State of its optimizer may be NaN too; then "
+                         "they do not stay finite: load a checkpoint")
         self.skipped += 1
-        if not is_finite:
-            self._weights.write(part, fragment.weights)
+        if is_finite:
+            return
+        for part, each in zip(self._parts, self._fragments, strict=True):
+            self._weights.write(part, each.weights)
+            each.is_reset = each.start is not None
 
     def _agree_on_delay(self, seconds: float) -> None:
         """Let all ranks wait as many steps for an exchange as it takes on rank 0."""
@@ -230,12 +277,7 @@ class Outer:
 
     def global_weights(self) -> list[tuple[str, Array]]:
         """Return the name and the global values of each parameter, flat; views, which change with the next exchange."""
-        found = []
-        for part, fragment in zip(self._parts, self._fragments, strict=True):
-            ends = np.cumsum([self._parameters[index].size for index in part])
-            found += [(self._parameters[index].name, values)
-                      for index, values in zip(part, np.split(fragment.weights, ends[:-1]), strict=True)]
-        return found
+        return _by_parameter([each.weights for each in self._fragments], self._parts, self._parameters)
 
     def check_replicas(self) -> None:
         """Compare the global weights of all ranks, which call this alike; see `training.replicas`."""
@@ -258,12 +300,7 @@ class Outer:
     def _load(self, state: Mapping[str, Any]) -> None:
         """Go on with a state. Errors of another rank, or of other workers, are not this one's."""
         is_own = (state["rank"], state["workers"]) == (self._runtime.world.rank, [list(each) for each in self._workers])
-        sizes = [each["weights"].size for each in state["fragments"]]
-        expected = [each.weights.size for each in self._fragments]
-        if sizes != expected:
-            raise ValueError(f"rank {self._runtime.world.rank}: the optimizer's state is of fragments of {sizes} values, "
-                             f"and this optimizer has fragments of {expected}: load it with the same parameters and "
-                             "fragments=")
+        _check_fits(state, [each.weights.size for each in self._fragments])
         self.step = state["step"]
         if self._settings.delay is None:
             self._schedule.delay = min(state["delay"], self._schedule.longest_delay)

@@ -24,7 +24,7 @@ class Schedule:
     @property
     def longest_delay(self) -> int:
         """The delay with which at most one fragment is under way."""
-        return max(0, self.every // self.fragments - 1)
+        return max(0, self.every // max(1, self.fragments) - 1)
 
     def beginning(self, step: int) -> list[int]:
         """Return the fragments whose exchange begins when a step, counted from 1, is done."""

@@ -158,6 +158,12 @@ def one_worker() -> None:
         step_of(other, plain, step, hvd.rank())
     optimizer.synchronize_outer(module)
     assert same(module, other) and "outer" not in optimizer.state_dict()
+    weights = torch.cat([each.detach().reshape(-1) for each in model().parameters()]).numpy()
+    saved = {"weights": weights, "momentum": None, "start": None, "errors": None, "begun": 6, "due": 6, "is_reset": False}
+    optimizer.load_state_dict({**optimizer.state_dict(), "outer": {"step": 6, "fragments": [saved]}})
+    step_of(module, optimizer, 8, hvd.rank())
+    assert "outer" not in optimizer.state_dict(), "of several workers, which are not there any more"
+    assert torch.equal(optimizer.global_weights()["0.weight"], module[0].weight)
     assert torch.equal(optimizer.global_weights()["0.weight"], module[0].weight)
     with optimizer.join(module):
         pass
@@ -232,6 +238,7 @@ def two_optimizers_and_process_sets() -> None:
 
 
 def goes_on_in_the_next_world() -> None:
+    """Also where everything is merged, or global weights are asked for, before the next step."""
     hvd.init()
     module = model()
     optimizer = made(module, hvd.DiLoCo(4, workers="rank", fragments=2, delay=1))
@@ -240,10 +247,63 @@ def goes_on_in_the_next_world() -> None:
     hvd.shutdown()
     assert optimizer.state_dict()["outer"]["step"] == 6
     hvd.init()
+    hvd.check_replicas(optimizer.global_weights())
+    optimizer.synchronize_outer(module)
+    hvd.check_replicas(module.state_dict())
     for step in range(7, 12):
         step_of(module, optimizer, step, hvd.rank())
     assert optimizer.state_dict()["outer"]["step"] == 11
     hvd.check_replicas(optimizer.global_weights())
+
+
+def synchronizes_after_loading() -> None:
+    """Before a step: each rank has loaded its own file."""
+    hvd.init()
+    module, again = model(), model()
+    settings = hvd.DiLoCo(8, workers="rank", fragments=2, delay=1)
+    optimizer, other = made(module, settings), made(again, settings)
+    for step in range(1, 8):
+        step_of(module, optimizer, step, hvd.rank())
+    again.load_state_dict(module.state_dict())
+    other.load_state_dict(optimizer.state_dict())
+    for name, values in optimizer.global_weights().items():
+        assert torch.equal(other.global_weights()[name], values), name
+    other.synchronize_outer(again)
+    optimizer.synchronize_outer(module)
+    assert same(module, again)
+    hvd.check_replicas(again.state_dict())
+
+
+def broadcasts_in_the_middle() -> None:
+    """Rank 0's optimizer state, while exchanges are under way."""
+    hvd.init()
+    module = model()
+    optimizer = made(module, hvd.DiLoCo(5, workers="rank", fragments=2, delay=2))
+    for step in range(1, 9):
+        step_of(module, optimizer, step, hvd.rank())
+    assert any(each["start"] is not None for each in optimizer.state_dict()["outer"]["fragments"])
+    hvd.broadcast_parameters(module.state_dict(), 0)
+    hvd.broadcast_optimizer_state(optimizer, 0)
+    for step in range(9, 23):
+        step_of(module, optimizer, step, hvd.rank())
+    hvd.check_replicas(optimizer.global_weights())
+    optimizer.synchronize_outer(module)
+    hvd.check_replicas(module.state_dict())
+
+
+def equal_buffers_stay() -> None:
+    """Those that are equal on all ranks are not summed, which would overflow."""
+    hvd.init()
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        module: Any = torch.nn.Linear(2, 2)
+        hvd.broadcast_parameters(module.state_dict(), 0)
+        for name, value in (("mask", torch.finfo(dtype).min), ("share", 0.1), ("own", float(hvd.rank()))):
+            module.register_buffer(name, torch.full((3,), value, dtype=dtype))
+        optimizer = made(module, hvd.DiLoCo(8, workers="rank"))
+        optimizer.synchronize_outer(module)
+        assert module.mask.tolist() == [torch.finfo(dtype).min] * 3
+        assert torch.equal(module.share, torch.full((3,), 0.1, dtype=dtype))
+        assert module.own.tolist() == [0.5] * 3
 
 
 def refused() -> None:

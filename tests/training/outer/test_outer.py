@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.training.outer.programs import skips
 from tests.training.outer.programs import training as programs
 from tests.worlds import HANGS_SECONDS, Processes, processes
 
@@ -36,7 +37,29 @@ def test_merges(hosts: tuple[int, ...], workers: str) -> None:
 
 
 def test_what_is_not_finite_is_skipped() -> None:
-    processes(3, programs.skips_what_is_not_finite)
+    processes(3, skips.skips_what_is_not_finite)
+
+
+def test_a_worker_recovers_in_all_fragments() -> None:
+    processes(2, skips.recovers_in_all_fragments)
+    processes(2, skips.what_is_under_way_replaces_reset_weights)
+
+
+def test_everything_is_merged_after_a_skip() -> None:
+    processes(2, skips.synchronizes_after_a_skip)
+
+
+def test_a_skip_is_said_once() -> None:
+    ended = processes(2, skips.is_said_once)
+    assert [rank.stderr.count("is left out on all ranks") for rank in ended] == [1, 1], ended
+
+
+def test_everything_is_merged_in_the_first_period() -> None:
+    processes(2, programs.synchronizing_in_the_first_period)
+
+
+def test_unusual_parameters() -> None:
+    processes(2, programs.unusual_parameters)
 
 
 def test_errors_belong_to_a_rank() -> None:
