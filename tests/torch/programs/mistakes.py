@@ -68,6 +68,45 @@ def averaged_now_and_then() -> None:
         hvd.allreduce_(parameter.data)
 
 
+def reduced_by_hand() -> None:
+    """One step, whose gradients are averaged before it."""
+    model = made()
+    model(torch.rand(2, 40) + hvd.rank()).sum().backward()
+    for parameter in model.parameters():
+        hvd.allreduce_(parameter.grad)
+    sgd(model).step()
+
+
+def reduced_in_a_closure() -> None:
+    """One step, which evaluates the model often."""
+    model = made()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.full((2, 40), 1.0 + hvd.rank())).square().sum()
+        loss.backward()
+        for parameter in model.parameters():
+            hvd.allreduce_(parameter.grad)
+        return hvd.allreduce(loss.detach())
+    optimizer.step(closure)
+
+
+def in_memory_of_another() -> None:
+    """A model of this rank's own gets the memory of tensors that were broadcast."""
+    hvd.init()
+    sent = torch.zeros(40 * 30)
+    hvd.broadcast_parameters([("mean", sent)], root_rank=0)
+    address = sent.data_ptr()
+    del sent
+    others = []
+    while (weight := torch.rand(40 * 30)).data_ptr() != address and len(others) < 1000:
+        others.append(weight)
+    model = torch.nn.Linear(40, 30)
+    model.weight.data = weight.view(30, 40)
+    trained(model, sgd(model))
+
+
 def alone() -> None:
     """Each rank trains a model of its own, from weights of its own."""
     hvd.init()
