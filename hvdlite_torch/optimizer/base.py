@@ -104,7 +104,8 @@ class DistributedBase(Learner):
             of_set = "" if self._process_set == GLOBAL_PROCESS_SET_ID else ", process_set=..."
             root = self._runtime.members(self._process_set)[0]
             self._comparison = FirstComparison(
-                self._runtime, named_types, few_values([parameter for _, parameter in named], VALUES), f"{self._check_name}.first", self._process_set,
+                self._runtime, named_types, few_values([parameter for _, parameter in named], VALUES),
+                f"{self._check_name}.first", self._process_set,
                 f"hvd.broadcast_parameters(model.state_dict(), root_rank={root}{of_set})")
 
     def _check_replicas(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

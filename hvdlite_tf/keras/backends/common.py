@@ -53,7 +53,7 @@ create_step_reducer = KerasStepReducer
 
 
 def _few_values(variables: Sequence[Any]) -> tuple[list[tuple[str, str]], Any]:
-    """Return names, dtypes and values of some variables, see `FirstComparison`: a compiled function has these in each step."""
+    """Return names, dtypes and values of some variables for `FirstComparison`; a compiled function has them in each step."""
     chosen = [each for each in variables if keras.backend.is_float_dtype(each.dtype)]
     chosen = chosen[::-(-len(chosen) // _COMPARED) or 1]
     rows = []
