@@ -223,7 +223,8 @@ class TensorFlowStepReducer(ArrayStepReducer):
             flat = [tf.reshape(getattr(each, "_value", each), [-1]) for _, each in named]
             values = [tf.cast(each[::max(1, len(each) // VALUES)][:VALUES], tf.float32) for each in flat]
             rows = [np.pad(each.numpy(), (0, VALUES - len(each))) for each in values]
-            return [(name, tf.as_dtype(each.dtype).name) for name, each in named], np.array(rows, np.float32).reshape(-1, VALUES)
+            types = [(name, tf.as_dtype(each.dtype).name) for name, each in named]
+            return types, np.array(rows, np.float32).reshape(-1, VALUES)
         self._compare_once(few_values)
 
     def _spec(self, slot: int, variable: Any) -> tf.TensorSpec:

@@ -15,8 +15,8 @@ _HINTS: Final = (
                                    "hvdrun --horovod-check train.py"),
     (r"No module named 'horovod\.", "this package horovod has no such module; hvdrun --horovod-check train.py tells what "
                                     "hvdlite has of Horovod"),
-    (r"No module named '(?:hvdlite|hvdlite_torch|hvdlite_tf)'", "hvdlite is installed for {python}, and the ranks run another "
-        "Python: start that one, hvdrun -np 2 {python} train.py, or activate its environment"),
+    (r"No module named '(?:hvdlite|hvdlite_torch|hvdlite_tf)'", "hvdlite is installed for {python}, and the ranks run "
+        "another Python: start that one, hvdrun -np 2 {python} train.py, or activate its environment"),
     (r"No module named 'hvdlite", "there is no such module; import hvdlite_torch (PyTorch), hvdlite_tf (TensorFlow), "
                                   "hvdlite_tf.keras (Keras 3) or hvdlite (NumPy)"),
     (r"No module named '(torch|tensorflow|keras|jax)'", "install it for the Python of the ranks: pip install {0}"),
