@@ -217,13 +217,14 @@ class TensorFlowStepReducer(ArrayStepReducer):
         return reduced
 
     def _compare_first(self) -> None:
-        def few_values() -> tuple[Sequence[str], Array]:
+        def few_values() -> tuple[Sequence[tuple[str, str]], Array]:
             named = [(self._name_of(slot), variable()) for variable, slot in self._slots.values()]
             named = [(name, each) for name, each in named if hasattr(each, "assign") and tf.as_dtype(each.dtype).is_floating]
             flat = [tf.reshape(getattr(each, "_value", each), [-1]) for _, each in named]
             values = [tf.cast(each[::max(1, len(each) // VALUES)][:VALUES], tf.float32) for each in flat]
             rows = [np.pad(each.numpy(), (0, VALUES - len(each))) for each in values]
-            return [name for name, _ in named], np.array(rows, np.float32).reshape(-1, VALUES)
+            types = [(name, tf.as_dtype(each.dtype).name) for name, each in named]
+            return types, np.array(rows, np.float32).reshape(-1, VALUES)
         self._compare_once(few_values)
 
     def _spec(self, slot: int, variable: Any) -> tf.TensorSpec:

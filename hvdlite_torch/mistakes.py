@@ -6,8 +6,8 @@
 | it has another model's parameters | a distributed optimizer steps, and no rank ever has a gradient for it |
 | `DistributedDataParallel` beside it | when an optimizer is wrapped, such a module has one of its parameters |
 
-Nearly nothing: after a plain optimizer's first step with a gradient of these parameters, fewer values are reduced and
-gathered than a hundredth of them; no distributed optimizer steps, and torch.distributed is not initialised.
+Nearly nothing: a plain optimizer has stepped with a gradient of these parameters, and fewer values were reduced and gathered
+since the broadcast than a hundredth of them; no distributed optimizer steps, and torch.distributed is not initialised.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hvdlite import api
@@ -49,11 +50,11 @@ class _Alone:
 
     optimizer: str
     values: int  # of its parameters
-    exchanged: int  # values until then
+    exchanged: int  # values until they were broadcast
 
 
 _steps: list[Steps] = []
-_sent: set[int] = set()  # memory of parameters that were broadcast
+_sent: dict[StorageWeakRef, int] = {}  # memory of parameters that were broadcast, with the values exchanged until then
 _alone: list[_Alone] = []
 
 
@@ -69,7 +70,11 @@ def note_broadcast(tensors: Iterable[torch.Tensor]) -> None:
     if api.size() > 1 and not api.is_elastic():
         api.finish_before_leaving(_report)
         _watch()
-        _sent.update(tensor.data_ptr() for tensor in tensors)
+        for memory in [each for each in _sent if each.expired()]:
+            del _sent[memory]
+        exchanged = api.runtime().exchanged
+        for memory in filter(None, map(_memory, tensors)):
+            _sent.setdefault(memory, exchanged)
 
 
 def warn_of_ddp(parameters: Collection[torch.Tensor]) -> None:
@@ -92,10 +97,19 @@ def _watch() -> None:
 def _stepped(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
     if _alone or not _sent or isinstance(optimizer, Learner):  # a distributed one may be for some ranks only
         return
-    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]
-               if parameter.grad is not None and parameter.data_ptr() in _sent]
+    trained = [(parameter.numel(), _sent[memory]) for group in optimizer.param_groups for parameter in group["params"]
+               if parameter.grad is not None and (memory := _memory(parameter)) in _sent]
     if trained and api.is_initialized():
-        _alone.append(_Alone(type(optimizer).__name__, sum(map(torch.numel, trained)), api.runtime().exchanged))
+        values, exchanged = zip(*trained, strict=True)
+        _alone.append(_Alone(type(optimizer).__name__, sum(values), min(exchanged)))
+
+
+def _memory(tensor: torch.Tensor) -> StorageWeakRef | None:
+    """Return a key of a tensor's memory, which no other memory gets when the tensor is gone; None if it has none."""
+    try:
+        return StorageWeakRef(tensor.untyped_storage())
+    except (NotImplementedError, RuntimeError):  # a sparse one, or one of a tensor subclass
+        return None
 
 
 def _report() -> None:

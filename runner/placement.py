@@ -179,7 +179,8 @@ def check_is_alone(environ: Mapping[str, str], command: Sequence[str]) -> None:
     for launcher, rank, size, instead in (
             ("hvdrun", contract.RANK, contract.SIZE, f"hvdrun -np {environ.get(contract.SIZE)} {words}"),
             ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS",
-             f"hvdrun {words} in the script of sbatch or the shell of salloc, or srun {words} without hvdrun")):
+             f"hvdrun {words} in the script of sbatch or the shell of salloc, or srun {words} without hvdrun. "
+             "A shell of srun --pty has one task with srun -n1 --pty")):
         if rank in environ and environ.get(size, "1") != "1" and not (launcher == "hvdrun" and contract.JOINED in environ):
             raise LaunchError(f"{launcher} runs this hvdrun {environ[size]} times, here as number {environ[rank]}, and each "
                               f"would start a training of its own. Run one: {instead}. If you want them all, unset {size}")

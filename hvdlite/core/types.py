@@ -56,8 +56,12 @@ def reduce_op(op: ReduceOp | None, average: bool | None) -> ReduceOp:
 
     Raises:
         ValueError: when both are given.
+        TypeError: when `average` is an operation or its name.
     """
     if average is not None:
+        if isinstance(average, str | ReduceOp):  # both would be true
+            raise TypeError(f"average is True or False, not {average!r}: pass an operation as op=hvd.Sum, "
+                            "a name as name=...")
         if op is not None:
             raise ValueError("pass either op or the deprecated average, not both")
         warnings.warn("average is deprecated; use op=Average or op=Sum", DeprecationWarning, stacklevel=3)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 
 from hvdlite.core.errors import ProtocolError
 from hvdlite.negotiation.fusion import fuse
-from hvdlite.negotiation.gathering import Ranks
+from hvdlite.negotiation.gathering import Gathered, Ranks
 from hvdlite.negotiation.layouts import BucketSizes
 from hvdlite.negotiation.messages import (
     BucketReady,
@@ -37,7 +37,7 @@ from hvdlite.negotiation.messages import (
     RoundDone,
 )
 from hvdlite.negotiation.negotiator import Negotiator, Policy, ReduceEagerly
-from hvdlite.negotiation.stalls import BlockedRanks, CallWaits, Stall, bucket_stall, tensor_stall
+from hvdlite.negotiation.stalls import NO_STALL, BlockedRanks, CallWaits, Stall, bucket_stall, tensor_stall
 
 
 @dataclasses.dataclass
@@ -194,17 +194,21 @@ class Coordinator:
     def pending(self, now: float) -> list[Stall]:
         """Return every tensor and bucket that waits for some ranks, however short."""
         reports = self.negotiator.reports
-        return [tensor_stall(reports.requests, tensor, now) for tensor in reports.requests.values()] + [
+        return self._tensor_stalls(reports.requests.values(), now) + [
             bucket_stall(reports.buckets, bucket, reports.layouts, now) for bucket in reports.buckets.values()
         ] + self.negotiator.mailboxes.stalls(now) + self._call_waits.pending(now)
 
     def new_stalls(self, now: float, after: float) -> list[Stall]:
         """Return what has waited at least `after` seconds and was not returned before."""
         reports = self.negotiator.reports
-        found = [tensor_stall(reports.requests, tensor, now) for tensor in reports.requests.newly_overdue(now, after)]
+        found = self._tensor_stalls(reports.requests.newly_overdue(now, after), now)
         found += [bucket_stall(reports.buckets, bucket, reports.layouts, now)
                   for bucket in reports.buckets.newly_overdue(now, after)]
         return found + self.negotiator.mailboxes.new_stalls(now, after) + self._call_waits.new_stalls(now, after)
+
+    def _tensor_stalls(self, tensors: Iterable[Gathered[Request]], now: float) -> list[Stall]:
+        return [tensor_stall(self.negotiator.reports.requests, tensor, now) for tensor in tensors
+                if not tensor.first.name.endswith(NO_STALL)]
 
     def missing(self, now: float, after: float) -> set[int]:
         """Return the ranks for which something has waited at least `after` seconds."""

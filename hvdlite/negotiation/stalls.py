@@ -30,6 +30,8 @@ from hvdlite.negotiation.messages import (
     Wait,
 )
 
+NO_STALL = ".no-stall"
+"""Ends the names of tensors that nobody needs: ranks may leave them out, and they never count as stalled."""
 Missing = Callable[[int, Wait], Collection[int] | None]
 """Returns the ranks for which a wait of a rank waits; None when it is over."""
 _HELP = "Call the same collectives in the same order on all ranks"

@@ -14,6 +14,7 @@ from hvdlite.api import finish_before_leaving
 from hvdlite.core.array import Array
 from hvdlite.core.errors import HvdliteError, ReplicaMismatchError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
+from hvdlite.negotiation.stalls import NO_STALL
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training import objects
 
@@ -29,6 +30,8 @@ VALUES: Final = 4
 """The values of each tensor that `FirstComparison` looks at."""
 _TOLERANCE: Final = 1e-3
 """How far they may differ, relative to the largest one of the tensor."""
+_TOLERANCES: Final = (("bfloat16", 2.0 ** -5), ("float16", 2.0 ** -8), ("float8_e4m3", 0.5), ("float8", 1.0))
+"""The same for dtypes whose names begin so, if it is more: four units in the last place."""
 _LAST_SECONDS: Final = 0.5
 
 
@@ -39,6 +42,7 @@ class FirstComparison:
     scripts broadcast after the first one. Nobody waits for the answer. A tolerance is for hosts that round otherwise.
 
     Args:
+        named: the name and the dtype of each tensor, in any order.
         values: float32, of shape (tensors, `VALUES`).
         name: of the collective.
         line: of a script, which gives ranks the same start.
@@ -47,11 +51,15 @@ class FirstComparison:
     _open: ClassVar[list[FirstComparison]] = []
     """Those without an answer."""
 
-    def __init__(self, runtime: Runtime, names: Sequence[str], values: Array, name: str, process_set: int,
+    def __init__(self, runtime: Runtime, named: Sequence[tuple[str, str]], values: Array, name: str, process_set: int,
                  line: str) -> None:
-        self._names, self._line, self._rank = names, line, runtime.world.rank
-        head = np.full((1, VALUES), runtime.world.rank, np.float32)  # ranks that have joined send nothing
-        self._handle = runtime.allgather(name, np.concatenate([head, values]), process_set=process_set)
+        order = sorted(range(len(named)), key=named.__getitem__)  # some scripts make groups from a set of names
+        self._names, self._line, self._rank = [named[index][0] for index in order], line, runtime.world.rank
+        self._tolerances = np.array([_tolerance(named[index][1]) for index in order])
+        check = zlib.crc32("\n".join(self._names).encode())
+        self._head = np.array([check >> 16, check & 0xFFFF, 0, self._rank], np.float32)  # joined ranks send nothing
+        self._handle = runtime.allgather(name + NO_STALL, np.concatenate([self._head[None], values[order]]),
+                                         process_set=process_set)
         self._open.append(self)
         finish_before_leaving(_report_open)
 
@@ -74,8 +82,10 @@ class FirstComparison:
         if gathered is None or len(gathered) % (len(self._names) + 1):  # another number of tensors has its own error
             return True
         found = gathered.reshape(-1, len(self._names) + 1, VALUES)
-        ranks, values = found[:, 0, 0].astype(int), found[:, 1:]
-        limit = _TOLERANCE * np.abs(values[0]).max(axis=-1, keepdims=True)
+        if not np.array_equal(found[:, 0, :3], np.broadcast_to(self._head[:3], (len(found), 3))):  # other names
+            return True
+        ranks, values = found[:, 0, 3].astype(int), found[:, 1:]
+        limit = self._tolerances[:, None] * np.abs(values[0]).max(axis=-1, keepdims=True)
         with np.errstate(invalid="ignore"):
             is_near = np.abs(values - values[0]) <= limit
         differ = ~(is_near | (values == values[0]) | (np.isnan(values) & np.isnan(values[0])))
@@ -88,6 +98,10 @@ class FirstComparison:
             _log.warning("ranks train different models: after the first step they differ in '%s'%s (a value of %s). Give "
                          "all ranks the same start, before the first step: %s", self._names[first], others, who, self._line)
         return True
+
+
+def _tolerance(dtype: str) -> float:
+    return next((each for begin, each in _TOLERANCES if dtype.startswith(begin)), _TOLERANCE)
 
 
 def _report_open() -> None:

@@ -216,18 +216,18 @@ class StepReducer(Learner):
         """Return whether the weights of all ranks were 0 in the last step, that of this rank being `weight`."""
         return weight == 0
 
-    def _compare_once(self, few_values: Callable[[], tuple[Sequence[str], Array]]) -> None:
+    def _compare_once(self, few_values: Callable[[], tuple[Sequence[tuple[str, str]], Array]]) -> None:
         """A step's gradients are reduced, and variables do not change yet: in the second one, compare those of all ranks.
 
         Args:
-            few_values: returns names of variables and values of them, see `FirstComparison`.
+            few_values: returns names and dtypes of variables, and values of them, see `FirstComparison`.
         """
         self._rounds += 1
         if self._comparison is not None and self._comparison.report():
             self._comparison = None
         if self._rounds == 2:
-            names, values = few_values()
-            self._comparison = FirstComparison(self.take_part(), names, values, f"{self.label}.check", self.process_set,
+            named, values = few_values()
+            self._comparison = FirstComparison(self.take_part(), named, values, f"{self.label}.check", self.process_set,
                                                _BROADCAST)
 
     @staticmethod

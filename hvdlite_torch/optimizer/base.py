@@ -100,11 +100,12 @@ class DistributedBase(Learner):
                  for parameter in group["params"]
                  if parameter.requires_grad and not is_lazy(parameter) and parameter.is_floating_point()]
         if named and self._comparison is None:
-            names, parameters = zip(*named, strict=True)
+            named_types = [(name, str(parameter.dtype).removeprefix("torch.")) for name, parameter in named]
             of_set = "" if self._process_set == GLOBAL_PROCESS_SET_ID else ", process_set=..."
             root = self._runtime.members(self._process_set)[0]
             self._comparison = FirstComparison(
-                self._runtime, names, few_values(parameters, VALUES), f"{self._check_name}.first", self._process_set,
+                self._runtime, named_types, few_values([parameter for _, parameter in named], VALUES),
+                f"{self._check_name}.first", self._process_set,
                 f"hvd.broadcast_parameters(model.state_dict(), root_rank={root}{of_set})")
 
     def _check_replicas(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from typing import Final
 from hvdlite.core.launch_contract import RESULTS_LOST, FailureRecord
 from hvdlite.membership.events import EndJob
 from hvdlite.membership.history import exit_text, shell_code
-from hvdlite_runner.job.hints import hints
+from hvdlite_runner.job.hints import hints, printed_record, rest_of_message
 from hvdlite_runner.messages import FORWARDED
 from hvdlite_runner.placement import format_ranks
 
@@ -193,10 +193,10 @@ class Cause:
         """
         printed = {each.key: tracebacks[each.key] for each in exits if each.code == 1 and each.key in tracebacks}
         own = printed.get(self.exit.key)
-        record = self.record or (None if own is None else _printed(self.exit.key, own))
+        record = self.record or (None if own is None else printed_record(self.exit.key, own))
         alike = tuple(key for key in self.consequences if own is not None and printed.get(key) == own)
-        others = tuple(_printed(key, printed[key]) for key in self.consequences
-                       if key in printed and key not in alike and key not in records)
+        others = tuple(other for key in self.consequences if key in printed and key not in alike and key not in records
+                       and (other := printed_record(key, printed[key])) is not None)
         rest = tuple(key for key in self.consequences if key not in alike and key not in {each.rank for each in others})
         return Cause(self.exit, record, rest, alike, others)
 
@@ -215,6 +215,8 @@ class Cause:
             lines = [f"{who}: {self.record.kind}: {message} ({self.exit})", *hints(message)]
             if repeats or not self.record.shown:
                 lines += self.record.traceback.rstrip().splitlines()
+            else:
+                lines += rest_of_message(self.record.message)
         else:
             lines = [f"{who}: {self.exit}"]
         lines += [f"rank {each.rank} failed too: {each.kind}: {each.message}" for each in self.others]
@@ -222,14 +224,6 @@ class Cause:
             ranks = ", ".join(map(str, self.consequences))
             lines.append(f"{'rank' if len(self.consequences) == 1 else 'ranks'} {ranks} ended as a consequence")
         return lines
-
-
-def _printed(key: int, traceback: str) -> FailureRecord:
-    """Return the record of a process that has printed a traceback, and has written none."""
-    lines = traceback.rpartition("Traceback (most recent call last):\n")[2].splitlines()
-    error = next((line for line in lines if line and not line.startswith(" ")), lines[-1] if lines else "")
-    kind, _, message = error.partition(": ")
-    return FailureRecord(key, key, 0.0, kind.rpartition(".")[2], message, traceback, shown=True)
 
 
 def root_cause(exits: Sequence[Exit], records: Mapping[int, FailureRecord]) -> Cause | None:

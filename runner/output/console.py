@@ -21,7 +21,7 @@ LONGEST_LINE: Final = 1 << 16
 FOLD_SECONDS: Final = 0.3
 """Seconds that a line waits for the same line of other ranks, when lines are folded."""
 BLOCK_SECONDS: Final = 1.0
-"""Seconds for which the lines of a traceback are collected, while its rank does not end."""
+"""Seconds in which a traceback is written: half of it for its lines, while its rank does not end, half for other ranks."""
 WITHHELD: Final = 40
 """The number of last lines that are kept of a hidden stream, to show them if its rank fails."""
 
@@ -137,7 +137,7 @@ class Console:
             if stream.length or stream.is_cut:
                 self._take(key, stream, "\n")
             if stream.block:
-                self._close_block(key, stream)
+                self._close_block(key, stream, BLOCK_SECONDS)  # the others may still begin to end
             del self._streams[key]
 
     def finish(self) -> None:
@@ -179,12 +179,12 @@ class Console:
             if stream.block and stream.block_until <= now and not (if_complete and stream.block[-1][:1] in ("", " ")):
                 self._close_block(key, stream)
 
-    def _close_block(self, key: Key, stream: _LineBuffer) -> None:
-        """Write a block, once for all ranks that have an equal one."""
+    def _close_block(self, key: Key, stream: _LineBuffer, patience: float = BLOCK_SECONDS / 2) -> None:
+        """Write a block, once for all ranks that have an equal one within `patience` seconds."""
         text, stream.block = _RANK.sub("", "\n".join(stream.block)), []
         self.last_blocks[key[0]] = text
         if not (self.drops_interrupts and "KeyboardInterrupt" in text):
-            self._hold(*key, text)
+            self._hold(*key, text, patience)
 
     def _take(self, key: Key, stream: _LineBuffer, end: str) -> None:
         """Show what has come of a line; `end` is its end, or "" when it goes on."""
@@ -201,16 +201,19 @@ class Console:
             if end != "\r":
                 self._withheld.setdefault(key, deque(maxlen=WITHHELD)).append(body)
         elif end == "\n" and not was_cut and (stream.block or (name == "stderr" and _TRACEBACK.fullmatch(body))):
-            stream.block_until = stream.block_until if stream.block else self._clock() + BLOCK_SECONDS
+            stream.block_until = stream.block_until if stream.block else self._clock() + BLOCK_SECONDS / 2
             stream.block.append(body)
         elif self.fold > 1 and end == "\n" and not was_cut:
             self._hold(rank, name, body)
         else:
+            if stream.block:
+                self._close_block(key, stream)
+                self.last_blocks.pop(rank)  # the rank goes on
             self._close_blocks(math.inf, if_complete=True)
             self._unfold(everything=True)
             self._emit(key, body, end, continues=was_cut and self._cursor_of == key)
 
-    def _hold(self, rank: int, name: str, body: str) -> None:
+    def _hold(self, rank: int, name: str, body: str, patience: float = FOLD_SECONDS) -> None:
         """Add a rank's line to the same line of others, if it waits behind all of this rank's."""
         numbers = self._numbers.setdefault((name, body), [])
         first = self._waiting[0].number if self._waiting else self._count
@@ -221,7 +224,6 @@ class Console:
             return self._unfold()
         if len(numbers) > 2 * len(self._waiting) + WITHHELD:
             del numbers[:index]  # they wait no more
-        patience = BLOCK_SECONDS if "\n" in body else FOLD_SECONDS
         line = _Folded(self._count, name, body, self._clock() + patience, [rank])
         self._count += 1
         self._waiting.append(line)

@@ -72,7 +72,7 @@ def test_failures_of_hosts_whose_clocks_differ_are_in_the_order_of_their_ages() 
 
 
 def test_ranks_that_failed_alike_before_init_are_named_together_with_the_exception() -> None:
-    same = "Traceback (most recent call last):\n  File \"a.py\", line 1\nhvd.core.NotInitializedError: no\nmore"
+    same = "Traceback (most recent call last):\n  File \"a.py\", line 1\nhvd.core.NotInitializedError: no\n  more"
     other = "Traceback (most recent call last):\n  File \"a.py\", line 2\nKeyError: 'x'"
     exits = [Exit(0, 1), Exit(2, 1), Exit(1, 1), Exit(3, -15, ended_by_us=True), Exit(4, 1, ended_by_us=True)]
     cause = root_cause(exits, {})
@@ -84,10 +84,33 @@ def test_ranks_that_failed_alike_before_init_are_named_together_with_the_excepti
     assert alone.describe()[0] == "rank 0 failed first: exit code 1", "it has printed none"
 
 
+def test_an_exception_after_which_a_rank_has_written_more_is_not_the_cause() -> None:
+    handled = ("Traceback (most recent call last):\n  File \"a.py\", line 1\nModuleNotFoundError: No module named 'torch'\n"
+               "falling back\nno training data")
+    exits = [Exit(0, 1), Exit(1, 1)]
+    cause = root_cause(exits, {})
+    assert cause is not None
+    assert cause.with_tracebacks(exits, {}, {0: handled}).describe() == ["rank 0 failed first: exit code 1",
+                                                                         "rank 1 ended as a consequence"]
+    assert cause.with_tracebacks(exits, {}, {1: handled}).others == ()
+
+
+def test_a_message_of_several_lines_is_repeated_where_its_traceback_is_not() -> None:
+    message = "\n".join(["in a circle:", *(f"  rank {rank} waits" for rank in range(25))])
+    shown = FailureRecord(0, 0, 1.0, "DeadlockError", message, "Traceback:\n  here", shown=True)
+    lines = Cause(Exit(0, 1), shown, ()).describe()
+    assert lines[:2] == ["rank 0 failed first: DeadlockError: in a circle: (exit code 1)", "  rank 0 waits"]
+    assert lines[20:] == ["  rank 19 waits", "(5 more lines in its traceback above)"]
+    assert Cause(Exit(0, 1), shown, ()).describe(repeats=True)[1:] == ["Traceback:", "  here"]
+
+
 @pytest.mark.parametrize(("message", "hint"), [
     ("No module named 'horovod'", "--horovod-compat"),
     ("No module named 'hvdlite_torch'", f"-np 2 {sys.executable} train.py"),
     ("No module named 'torch'", "pip install torch"),
+    ("No module named 'hvdlite_keras'", "hvdlite_tf.keras (Keras 3)"),
+    ("No module named 'hvdlite.callbacks'", "hvdlite_tf.keras (Keras 3)"),
+    ("No module named 'horovod.mxnet'", "hvdlite has of Horovod"),
     ("No module named 'mine'", None),
 ])
 def test_what_to_do_follows_the_exception(message: str, hint: str | None) -> None:
@@ -95,3 +118,4 @@ def test_what_to_do_follows_the_exception(message: str, hint: str | None) -> Non
     lines = Cause(Exit(0, 1), failed, ()).describe()
     assert lines[0] == f"rank 0 failed first: ModuleNotFoundError: {message} (exit code 1)"
     assert hint in lines[1] if hint else len(lines) == 1
+    assert len(lines) < 3

@@ -147,17 +147,27 @@ def test_a_traceback_of_a_rank_that_goes_on_is_written_before_what_other_ranks_s
     screen.console.processes = 2
     text = TRACEBACK.format("KeyError: 'b'")
     screen.console.feed(1, "stderr", text.encode())
-    assert screen.text == "" and screen.console.flush_due() == pytest.approx(1.0)
+    assert screen.text == "" and screen.console.flush_due() == pytest.approx(0.5)
     screen.console.feed(0, "stderr", b"rank 0 ended\n")
     assert screen.text.endswith("[1]<stderr>:KeyError: 'b'\n[0]<stderr>:rank 0 ended\n")
     screen.console.feed(1, "stderr", text.encode())
-    now[0] = 1.5
-    assert screen.console.flush_due() == pytest.approx(1.0), "other ranks may have the same one"
-    now[0] = 3.0
+    now[0] = 0.5
+    assert screen.console.flush_due() == pytest.approx(0.5), "other ranks may have the same one"
+    now[0] = 1.0
     assert screen.console.flush_due() is None and screen.text.count("KeyError") == 2
     assert screen.console.last_blocks == {1: text.strip()}
     screen.console.feed(1, "stderr", b"it goes on\n")
     assert screen.console.last_blocks == {}
+
+
+def test_what_follows_a_traceback_on_its_stream_is_written_after_it() -> None:
+    screen = Screen()
+    text = TRACEBACK.format("RuntimeError: first\n  detail")
+    screen.console.feed(0, "stderr", text.encode() + b"\r0/3\r1/3")
+    screen.console.finish()
+    lines = [f"[0]<stderr>:{line}\n" for line in text.splitlines()]
+    assert screen.text == "".join(lines) + "[0]<stderr>:0/3\r[0]<stderr>:1/3\n"
+    assert screen.console.last_blocks == {}, "the rank has gone on"
 
 
 def test_what_ranks_write_of_ctrl_c_is_left_out() -> None:

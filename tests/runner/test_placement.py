@@ -72,6 +72,7 @@ def test_many_hosts_with_many_slots_are_placed_as_far_as_ranks_need_them() -> No
 @pytest.mark.parametrize(("environ", "instead"), [
     ({"HVDLITE_RANK": "1", "HVDLITE_SIZE": "2"}, "Run one: hvdrun -np 2 python 'a b.py'"),
     ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, "srun python 'a b.py' without hvdrun"),
+    ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, "one task with srun -n1 --pty. If you want them all, unset"),
 ])
 def test_a_job_in_each_of_several_tasks_is_refused(environ: dict[str, str], instead: str) -> None:
     with pytest.raises(LaunchError, match=r"runs this hvdrun 2 times, here as number 1") as refused:

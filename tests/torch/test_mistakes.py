@@ -28,6 +28,8 @@ def test_a_mistake_is_named_by_the_first_rank(program: Program, told: str, tmp_p
     assert told in first and first.count("WARNING") == 1 and second == ""
 
 
-@pytest.mark.parametrize("program", [programs.right, programs.evaluated, programs.averaged_now_and_then, programs.alone])
+@pytest.mark.parametrize("program", [
+    programs.right, programs.evaluated, programs.averaged_now_and_then, programs.reduced_by_hand,
+    programs.reduced_in_a_closure, programs.in_memory_of_another, programs.alone])
 def test_what_may_be_meant_is_not_named(program: Program) -> None:
     assert warnings(program) == ["", ""]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -147,7 +148,7 @@ def equal_start(rank: int, model: torch.nn.Module) -> None:
 def test_a_missing_broadcast_is_told_once_with_the_line(caplog: pytest.LogCaptureFixture, op: hvd.ReduceOp) -> None:
     text = trained(caplog, op=op)
     assert text.count("train different models") == 1
-    assert "'0.weight' and 3 of the other 5 tensors (a value of rank 0: " in text
+    assert "'0.bias' and 3 of the other 5 tensors (a value of rank 0: " in text
     assert "hvd.broadcast_parameters(model.state_dict(), root_rank=0)" in text
 
 
@@ -177,10 +178,55 @@ def test_ranks_without_batches_are_left_out_of_the_first_comparison(caplog: pyte
         if runtime.world.rank == 1:
             runtime.join().wait()
             return
-        names, values = ["a", "b"], np.full((2, VALUES), float(runtime.world.rank), np.float32)
-        comparison = FirstComparison(runtime, names, values, "check", 0, "the line")
+        named, values = [("a", "float32"), ("b", "float32")], np.full((2, VALUES), float(runtime.world.rank), np.float32)
+        comparison = FirstComparison(runtime, named, values, "check", 0, "the line")
         assert comparison.report(10.0)
         runtime.join().wait()
     caplog.set_level("WARNING", "hvdlite")
     threads(3, step)
     assert "in 'a' and 1 of the other 1 tensors (a value of rank 0: 0; rank 2: 2)" in caplog.text
+
+
+def compared(caplog: pytest.LogCaptureFixture, tensors: Callable[[int], dict[tuple[str, str], float]]) -> str:
+    """Compare tensors of one value on two ranks; return what was logged.
+
+    Args:
+        tensors: returns a rank's values, by name and dtype.
+    """
+    def step(runtime: Runtime) -> None:
+        own = tensors(runtime.world.rank)
+        values = np.array([[value] * VALUES for value in own.values()], np.float32)
+        assert FirstComparison(runtime, list(own), values, "check", 0, "the line").report(10.0)
+        runtime.barrier("both have it").wait()
+    caplog.set_level("WARNING", "hvdlite")
+    threads(2, step)
+    return caplog.text
+
+
+def test_tensors_in_another_order_are_compared_by_their_names(caplog: pytest.LogCaptureFixture) -> None:
+    first, second = (("b", "float32"), 2.0), (("a", "float32"), 1.0)
+    assert compared(caplog, lambda rank: dict([first, second] if rank else [second, first])) == ""
+    assert "in 'b' (" in compared(caplog, lambda rank: dict([(first[0], 3.0), second] if rank else [second, first]))
+
+
+def test_tensors_of_other_names_are_not_compared(caplog: pytest.LogCaptureFixture) -> None:
+    assert compared(caplog, lambda rank: {("b" if rank else "a", "float32"): float(rank)}) == ""
+
+
+@pytest.mark.parametrize(("dtype", "value", "is_told"), [
+    ("bfloat16", 1 + 2.0 ** -7, False), ("bfloat16", 1.1, True), ("float16", 1 + 2.0 ** -9, False),
+    ("float32", 1 + 2.0 ** -9, True), ("float8_e5m2", 1.25, False)])
+def test_the_last_bit_of_a_short_dtype_may_differ(caplog: pytest.LogCaptureFixture, dtype: str, value: float,
+                                                  is_told: bool) -> None:
+    assert bool(compared(caplog, lambda rank: {("a", dtype): value if rank else 1.0})) is is_told
+
+
+def test_a_rank_that_leaves_the_first_comparison_out_is_no_stall(caplog: pytest.LogCaptureFixture) -> None:
+    def step(runtime: Runtime) -> None:
+        if runtime.world.rank == 0:
+            FirstComparison(runtime, [("a", "float32")], np.ones((1, VALUES), np.float32), "check", 0, "the line")
+        time.sleep(1.5)
+        runtime.barrier("goes on").wait()
+    caplog.set_level("WARNING", "hvdlite")
+    threads(2, step, stall_check_time_seconds=0.2, stall_shutdown_time_seconds=0.4)
+    assert "check" not in caplog.text

@@ -38,9 +38,9 @@ class KerasStepReducer(ArrayStepReducer):
             own = float(arrays[-1]) if is_counted else None
             self._enqueue(dict(zip(present, arrays, strict=False)), slots, own)
             reduced = self._finish(present, own)
-            self._compare_once(lambda: (names, arrays[len(present)]))
+            self._compare_once(lambda: (named, arrays[len(present)]))
             return [*(reduced[slot] for slot in present), *arrays[len(present):]]  # type: ignore[list-item]  # dense ones
-        names, few = _few_values(variables)
+        named, few = _few_values(variables)
         tensors = [*sent, few, *counted]
         outputs = dict(zip(given, self._call(reduce, tensors) if tensors else [], strict=False))
         return [keras.ops.cast(outputs[slot], original[slot]) if slot in given else None for slot in slots]
@@ -52,8 +52,8 @@ class KerasStepReducer(ArrayStepReducer):
 create_step_reducer = KerasStepReducer
 
 
-def _few_values(variables: Sequence[Any]) -> tuple[list[str], Any]:
-    """Return names and values of some variables, see `FirstComparison`: a compiled function has these in each step."""
+def _few_values(variables: Sequence[Any]) -> tuple[list[tuple[str, str]], Any]:
+    """Return names, dtypes and values of some variables for `FirstComparison`; a compiled function has them in each step."""
     chosen = [each for each in variables if keras.backend.is_float_dtype(each.dtype)]
     chosen = chosen[::-(-len(chosen) // _COMPARED) or 1]
     rows = []
@@ -61,7 +61,8 @@ def _few_values(variables: Sequence[Any]) -> tuple[list[str], Any]:
         flat = keras.ops.reshape(each.value, (-1,))
         values = flat[::max(1, len(flat) // VALUES)][:VALUES]
         rows.append(keras.ops.pad(keras.ops.cast(values, "float32"), [[0, VALUES - len(values)]]))
-    return [each.path for each in chosen], keras.ops.stack(rows) if rows else keras.ops.zeros((0, VALUES))
+    named = [(each.path, keras.backend.standardize_dtype(each.dtype)) for each in chosen]
+    return named, keras.ops.stack(rows) if rows else keras.ops.zeros((0, VALUES))
 
 
 def copies(values: Sequence[Any]) -> list[Any]:

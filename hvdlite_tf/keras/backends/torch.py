@@ -87,7 +87,8 @@ class TorchStepReducer(StepReducer):
                     self._hand_over(hooks, tensor, gradient)
             hooks.finish_if_due(in_step=True)
             results = [get_grad(tensor) for tensor in tensors]
-            self._compare_once(lambda: ([variable.path for variable in variables], few_values(tensors, VALUES)))
+            self._compare_once(lambda: ([(variable.path, variable.dtype) for variable in variables],
+                                        few_values(tensors, VALUES)))
             hooks.stepped()
             self._step_begins()
         finally:

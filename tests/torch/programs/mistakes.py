@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 import hvdlite_torch as hvd
@@ -66,6 +67,40 @@ def averaged_now_and_then() -> None:
     trained(model, sgd(model))
     for parameter in model.parameters():
         hvd.allreduce_(parameter.data)
+
+
+def reduced_by_hand() -> None:
+    """One step, whose gradients are averaged before it."""
+    model = made()
+    model(torch.rand(2, 40) + hvd.rank()).sum().backward()
+    for parameter in model.parameters():
+        hvd.allreduce_(parameter.grad)
+    sgd(model).step()
+
+
+def reduced_in_a_closure() -> None:
+    """One step, which evaluates the model often."""
+    model = made()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=4)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.full((2, 40), 1.0 + hvd.rank())).square().sum()
+        loss.backward()
+        for parameter in model.parameters():
+            hvd.allreduce_(parameter.grad)
+        return hvd.allreduce(loss.detach())
+    optimizer.step(closure)
+
+
+def in_memory_of_another() -> None:
+    """A model of this rank's own gets the memory of tensors that were broadcast."""
+    hvd.init()
+    memory = np.ones((30, 40), np.float32)
+    hvd.broadcast_parameters([("mean", torch.from_numpy(memory))], root_rank=0)
+    model = torch.nn.Linear(40, 30)
+    model.weight.data = torch.from_numpy(memory)
+    trained(model, sgd(model))
 
 
 def alone() -> None:

@@ -67,6 +67,9 @@ def handles_groups_and_names() -> None:
         assert hvd.allreduce(torch.ones(1), average=False).item() == 2
     assert caught[0].category is DeprecationWarning
     raises(ValueError, "not both", lambda: hvd.allreduce(torch.ones(1), average=True, op=hvd.Sum))
+    told = "pass an operation as op=hvd.Sum"
+    raises(TypeError, told, lambda: hvd.allreduce(torch.ones(1), "sum"))  # type: ignore[arg-type]
+    raises(TypeError, told, lambda: hvd.allreduce_(torch.ones(1), hvd.Sum))  # type: ignore[arg-type]
     raises(hvd.MismatchError, "[2]", lambda: hvd.allreduce(torch.ones(2 + rank), name="shapes"))
     assert hvd.allreduce(torch.ones(2), name="shapes").tolist() == [1, 1]
     raises(ValueError, "scalar", lambda: hvd.allgather(torch.tensor(1.0)))
