@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import os
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
@@ -46,6 +48,7 @@ class _Block:
         places: of the parameters, each with a storage of its own: `torch.save` of one writes that one only.
         begins: of the places in `memory`, in elements.
         addresses: of the places; torch moves a storage to other memory (`share_memory()`), with the place and the parameter.
+        copy: of `memory`, for a child while it is forked.
     """
 
     owner: int
@@ -55,6 +58,7 @@ class _Block:
     places: list[torch.Tensor]
     begins: list[int]
     addresses: list[int]
+    copy: torch.Tensor | None = None
 
     @classmethod
     @torch.inference_mode(False)
@@ -92,6 +96,19 @@ class _Block:
                 self.places[index] = _place(self.memory, self.begins[index], place.shape, place.stride())
                 parameter.data = self.places[index].copy_(parameter.detach())
 
+    @torch.inference_mode(False)
+    def copy_for_child(self) -> None:
+        """Copy memory that a forked child would share with this process."""
+        if self.source is self.memory:
+            self.copy = self.memory.clone()
+
+    @torch.inference_mode(False)
+    def move_in_child(self) -> None:
+        """Move parameters into the copy, without torch's threads: they do not exist in a forked child."""
+        for index, (parameter, place) in enumerate(zip(self.parameters, self.places, strict=True)):
+            if self.copy is not None and parameter.data_ptr() == self.addresses[index]:
+                parameter.data = _place(self.copy, self.begins[index], place.shape, place.stride())
+
 
 def _place(memory: torch.Tensor, begin: int, shape: torch.Size, strides: tuple[int, ...]) -> torch.Tensor:
     """Return a part of a block as a tensor with a storage of its own."""
@@ -113,8 +130,9 @@ class Shards:
         self._ranks = runtime.members(process_set)
         self._count = 0  # of blocks in all
         self._loads = [0] * len(self._ranks)
-        self._blocks: list[_Block] = []
+        self.blocks: list[_Block] = []
         self.owners: dict[torch.Tensor, int] = {}
+        _shards.add(self)
 
     def add(self, parameters: Iterable[torch.Tensor]) -> None:
         """Give parameters that are trained and have no owner to the ranks with the least; all ranks call this alike.
@@ -151,12 +169,12 @@ class Shards:
         Raises:
             UnsupportedError: on the ranks that are left, when others have called `join()`.
         """
-        if not all(block.fits for block in self._blocks):  # on all ranks: the model has been cast
-            self._blocks.clear()
+        if not all(block.fits for block in self.blocks):  # on all ranks: the model has been cast
+            self.blocks.clear()
             self._place(self.owners)
-        for block in self._blocks:
+        for block in self.blocks:
             block.take_in()
-        unseen = [(block.memory, block.owner) for block in self._blocks if block.source is None]
+        unseen = [(block.memory, block.owner) for block in self.blocks if block.source is None]
         mine = np.array([has_failed, has_state, True], np.int64)
         counts = np.empty_like(mine)
         stepped = self._runtime.allreduce(f"{self._label}.stepped", mine, counts, ReduceOp.SUM,
@@ -164,12 +182,12 @@ class Shards:
         broadcast_each(self._runtime, unseen, f"{self._label}.values", self._process_set)
         stepped.wait()  # by now the owners have written
         if counts[2] < len(self._ranks):
-            raise UnsupportedError(f"rank {self._runtime.world.rank}: step() of a sharded optimizer needs all ranks, and only "
-                                   f"{counts[2]} of {len(self._ranks)} have called it: the others are in join(), so nobody "
-                                   "updates the parameters that they own. Give all ranks equally many batches, or use "
-                                   "sharded=False")
-        if len(unseen) < len(self._blocks):
-            for block in self._blocks:
+            raise UnsupportedError(f"rank {self._runtime.world.rank}: step() of a sharded optimizer needs all ranks, and "
+                                   f"only {counts[2]} of {len(self._ranks)} have called it: the others are in join(), so "
+                                   "nobody updates the parameters that they own. Give all ranks equally many batches, or "
+                                   "use sharded=False")
+        if len(unseen) < len(self.blocks):
+            for block in self.blocks:
                 if block.source is not None and block.source is not block.memory:
                     block.memory.copy_(block.source)
             self._runtime.barrier(f"{self._label}.read", process_set=self._process_set, blocking=True).wait()
@@ -225,12 +243,12 @@ class Shards:
             self._count += 1
             name = f"{self._label}.block.{self._count}"
             common = functools.partial(common_memory, self._runtime, name, owner, process_set=self._process_set)
-            self._blocks.append(_Block.of(owner, each, common,
+            self.blocks.append(_Block.of(owner, each, common,
                                           is_own=owner == self._runtime.world.rank))
 
     def leave_common_memory(self) -> None:
         """The world ends, and the memory that ranks share with it."""
-        for block in self._blocks:
+        for block in self.blocks:
             if block.source is block.memory:
                 _Block.of(block.owner, block.parameters, lambda nbytes: None, is_own=True)
 
@@ -271,3 +289,20 @@ def _bytes_in(memory: torch.Tensor, parameter: torch.Tensor, begin: int) -> torc
     distinct = [length if stride else 1 for length, stride in zip(parameter.shape, parameter.stride(), strict=True)]
     return memory.as_strided((*distinct, size), (*(each * size for each in parameter.stride()), 1),
                              parameter.data_ptr() - begin)
+
+
+def _at_fork(stage: Callable[[_Block], None]) -> Callable[[], None]:
+    def of_all_blocks() -> None:
+        for block in [block for shards in _shards for block in shards.blocks]:
+            stage(block)
+    return of_all_blocks
+
+
+def _drop_copy(block: _Block) -> None:
+    block.copy = None
+
+
+_shards: weakref.WeakSet[Shards] = weakref.WeakSet()
+"""Of this process."""
+os.register_at_fork(before=_at_fork(_Block.copy_for_child), after_in_child=_at_fork(_Block.move_in_child),
+                    after_in_parent=_at_fork(_drop_copy))

@@ -84,6 +84,10 @@ def test_an_interrupted_step() -> None:
     processes(2, failures.step_is_interrupted, imported=TORCH)
 
 
+def test_a_forked_child() -> None:
+    processes(2, failures.forked, imported=TORCH)
+
+
 def test_a_rank_has_joined() -> None:
     processes(2, failures.joined, imported=TORCH)
 

@@ -102,6 +102,34 @@ def step_is_interrupted() -> None:
     assert [len(group["params"]) for group in optimizer.param_groups] == [3, 5]
 
 
+def forked() -> None:
+    """A child has the parameters of the moment of the fork; neither process sees what the other writes."""
+    module, optimizer = begin()
+    train(module, optimizer, range(2))
+    before = [each.detach().clone() for each in module.parameters()]
+    (goes_on, go), (answers, answer) = os.pipe(), os.pipe()
+    with torch.inference_mode():
+        child = os.fork()
+    if child == 0:
+        try:
+            os.read(goes_on, 1)
+            os.write(answer, b"y" if all(map(torch.equal, module.parameters(), before)) else b"n")
+            with torch.no_grad():
+                for each in module.parameters():
+                    each.zero_()
+            os.write(answer, b"y" if not any(each.any() for each in module.parameters()) else b"n")
+        finally:
+            os._exit(0)
+    train(module, optimizer, range(2, 3))
+    after = [each.detach().clone() for each in module.parameters()]
+    os.write(go, b"g")
+    os.waitpid(child, 0)
+    assert os.read(answers, 2) == b"yy"
+    assert all(map(torch.equal, module.parameters(), after)) and not any(map(torch.equal, before, after))
+    train(module, optimizer, range(3, 4))
+    hvd.check_replicas(module.state_dict())
+
+
 def joined() -> None:
     """A rank that has no more batches would leave its parameters as they are."""
     module, optimizer = begin()
@@ -262,7 +290,7 @@ def unusual_parameters_and_state() -> None:
         for step in range(4):
             optimizer.zero_grad()
             torch.manual_seed(step)
-            extra = lazy(torch.cat(columns, 1)).sum() if step > 1 else sum(each.square().sum() for each in columns)
+            extra = lazy(torch.cat([*columns], 1)).sum() if step > 1 else sum(each.square().sum() for each in columns)
             (module(torch.ones(2, 2, 4, 4) * (1 + hvd.rank())).square().mean() + 0.01 * extra).backward()
             optimizer.step()
         ways[sharded] = torch.nn.ModuleList([module, torch.nn.ParameterList(columns)]), optimizer
