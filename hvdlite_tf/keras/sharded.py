@@ -36,7 +36,8 @@ _ADVICE: Final = ("A sharded optimizer needs the same variables, with the same v
                   "the model with keras.Input, put BroadcastGlobalVariablesCallback first or call broadcast_variables "
                   "before the first step, load the optimizer's state on all ranks, and freeze the same variables everywhere")
 _EARLIER: Final = ("a sharded optimizer of an earlier world has a part of its state only: before shutdown(), call "
-                   "consolidate_state(to=None) and save the model, and load it into a new optimizer on all ranks")
+                   "consolidate_state(to=None) and save the model; after init(), on all ranks, compile it with a new "
+                   "sharded optimizer, call optimizer.build(model.trainable_variables), and load what was saved")
 
 
 class Shards:

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from hvdlite.core.errors import HorovodInternalError, UnsupportedError
+from hvdlite.core.errors import HorovodInternalError, HvdliteError, UnsupportedError
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
 from hvdlite_torch.optimizer.base import DistributedBase, Stage
@@ -28,7 +28,7 @@ from hvdlite_torch.optimizer.shards import Shards
 from hvdlite_torch.uncompiled import leave_to_python
 
 _EARLIER = ("a sharded optimizer of an earlier world has a part of its state only: before shutdown(), call "
-            "consolidate_state_dict(to=None) and state_dict(), and load_state_dict() that on all ranks")
+            "consolidate_state_dict(to=None) and state_dict(), and after init() load_state_dict() that on all ranks")
 
 
 class Sharded(Distributed):
@@ -60,6 +60,8 @@ class Sharded(Distributed):
                 with optimizer()._reporting():  # type: ignore[union-attr]
                     return step(*args, **kwargs)
             vars(self)["step"] = reporting
+        self._is_due = False  # in a step that has not published yet
+        self._has_assigned = False  # in this step
         self._hidden: list[tuple[dict[str, Any], list[torch.Tensor]]] = []  # groups, and all of their parameters
         # Where the whole state is (see `consolidate_state_dict`), and the part of it that others own.
         self._gathered: tuple[int | None, dict[torch.Tensor, Any]] | None = None
@@ -157,8 +159,8 @@ class Sharded(Distributed):
         return super().__reduce_ex__(protocol)
 
     def _keep_own(self) -> None:
-        """Drop the state of parameters that other ranks own."""
-        if self._shards is not None:
+        """Drop the state of parameters that other ranks own; after `shutdown()` there are no owners."""
+        if self._shards is not None and not self._runtime.has_ended:
             self._is_partial |= self._has_state
             for parameter in self._shards.owners:
                 if not self._shards.is_own(parameter):
@@ -169,6 +171,7 @@ class Sharded(Distributed):
     def _assign(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Give parameters without an owner to ranks."""
         self._show()  # if the last step failed
+        self._has_assigned = True
         if not self._active or len(self._runtime.members(self._process_set)) == 1:
             return
         if self._shards is None:
@@ -202,6 +205,7 @@ class Sharded(Distributed):
     def _publish(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Bring parameters up to date on all ranks."""
         self._show()
+        self._is_due = False
         if self._shards is not None:
             self._gathered = None
             self._publish_own("")
@@ -215,20 +219,41 @@ class Sharded(Distributed):
 
     @contextlib.contextmanager
     def _reporting(self) -> Iterator[None]:
-        """Tell the other ranks, which wait for this rank's parameters, if the base class's step raises."""
+        """Tell the other ranks, which wait for this rank's parameters, if `step()` raises before it has published.
+
+        They do not wait where a collective has failed, or where this rank has not taken part in reducing gradients.
+        """
         self._show()  # if the last step failed
+        self._is_due, self._has_assigned = True, False
         try:
             yield
         except Exception as error:
-            if self._hidden and self._is_attached:
+            is_due = self._is_due and not isinstance(error, HvdliteError) and self._has_gradients
+            if self._is_attached and (self._hidden or is_due):
                 self._show()
-                with contextlib.suppress(HorovodInternalError):  # the job is over
-                    self._publish_own(f"{type(error).__name__}: {error}")
+                with contextlib.suppress(HorovodInternalError, UnsupportedError):  # the job is over
+                    if self._hooks.reducer.round is not None:  # the others wait for these gradients first
+                        self._make_final(in_step=True)
+                    if not self._has_assigned:  # a hook has raised that comes before the stages
+                        self._check_replicas((), {})
+                        self._assign((), {})
+                    if self._shards is not None:
+                        self._publish_own(f"{type(error).__name__}: {error}")
             raise
+        finally:
+            self._show()
+            self._is_due = False
+
+    @property
+    def _has_gradients(self) -> bool:
+        """Whether this rank has given its gradients for this step, so that the others make it."""
+        reducer = self._hooks.reducer if self._active else None
+        return reducer is not None and (
+            reducer.has_reduced or (reducer.round is not None and not reducer.closes_in_backward))
 
     @property
     def _has_state(self) -> bool:
-        return any(map(bool, self.state.values()))  # there are empty ones
+        return any(not isinstance(each, dict) or each for each in self.state.values())  # there are empty ones
 
     def _hide_others(self) -> None:
         assert self._shards is not None

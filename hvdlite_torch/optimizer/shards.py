@@ -9,11 +9,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import os
+import weakref
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 import numpy as np
 import torch
+from torch.nn.parameter import is_lazy
 
 from hvdlite.core.array import Array
 from hvdlite.core.errors import StepFailedError, UnsupportedError
@@ -43,6 +46,9 @@ class _Block:
         memory: with this rank's values.
         source: with the owner's, where this rank sees them; on the owner it is `memory` itself.
         places: of the parameters, each with a storage of its own: `torch.save` of one writes that one only.
+        begins: of the places in `memory`, in elements.
+        addresses: of the places; torch moves a storage to other memory (`share_memory()`), with the place and the parameter.
+        copy: of `memory`, for a child while it is forked.
     """
 
     owner: int
@@ -50,6 +56,9 @@ class _Block:
     source: torch.Tensor | None
     parameters: list[torch.Tensor]
     places: list[torch.Tensor]
+    begins: list[int]
+    addresses: list[int]
+    copy: torch.Tensor | None = None
 
     @classmethod
     @torch.inference_mode(False)
@@ -66,13 +75,10 @@ class _Block:
         seen = None if cuda.is_on_gpu(first) else common(begins[-1] * first.element_size())
         source = None if seen is None else host_tensor(seen).view(first.dtype)
         memory = source if is_own and source is not None else first.new_empty(begins[-1])
-        places = []
-        for parameter, begin in zip(parameters, begins, strict=False):
-            own = memory[begin:begin + parameter.numel()].view(torch.uint8)
-            place = torch.from_dlpack(own).view(first.dtype)  # type: ignore[attr-defined]
-            strides = dense_strides(parameter)
-            places.append(place.as_strided(parameter.shape, strides) if strides else place.view(parameter.shape))
-        block = cls(owner, memory, source, parameters, places)
+        strides = [dense_strides(each) or torch.empty(each.shape, device="meta").stride() for each in parameters]
+        places = [_place(memory, begin, each.shape, stride)
+                  for begin, each, stride in zip(begins, parameters, strides, strict=False)]
+        block = cls(owner, memory, source, parameters, places, begins[:-1], [each.data_ptr() for each in places])
         block.take_in()
         return block
 
@@ -82,11 +88,33 @@ class _Block:
         return all(each.dtype is place.dtype and each.device == place.device and each.shape == place.shape
                    for each, place in zip(self.parameters, self.places, strict=True))
 
+    @torch.inference_mode(False)
     def take_in(self) -> None:
         """Move parameters here that lie elsewhere: `model.to(...)` and the like give them other memory."""
-        for parameter, place in zip(self.parameters, self.places, strict=True):
-            if parameter.data_ptr() != place.data_ptr():
-                parameter.data = place.copy_(parameter.detach())
+        for index, (parameter, place) in enumerate(zip(self.parameters, self.places, strict=True)):
+            if parameter.data_ptr() != self.addresses[index]:
+                self.places[index] = _place(self.memory, self.begins[index], place.shape, place.stride())
+                parameter.data = self.places[index].copy_(parameter.detach())
+
+    @torch.inference_mode(False)
+    def copy_for_child(self) -> None:
+        """Copy memory that a forked child would share with this process."""
+        if self.source is self.memory:
+            self.copy = self.memory.clone()
+
+    @torch.inference_mode(False)
+    def move_in_child(self) -> None:
+        """Move parameters into the copy, without torch's threads: they do not exist in a forked child."""
+        for index, (parameter, place) in enumerate(zip(self.parameters, self.places, strict=True)):
+            if self.copy is not None and parameter.data_ptr() == self.addresses[index]:
+                parameter.data = _place(self.copy, self.begins[index], place.shape, place.stride())
+
+
+def _place(memory: torch.Tensor, begin: int, shape: torch.Size, strides: tuple[int, ...]) -> torch.Tensor:
+    """Return a part of a block as a tensor with a storage of its own."""
+    own = memory[begin:begin + shape.numel()].view(torch.uint8)
+    place: torch.Tensor = torch.from_dlpack(own).view(memory.dtype)  # type: ignore[attr-defined]
+    return place.as_strided(shape, strides)
 
 
 class Shards:
@@ -102,8 +130,9 @@ class Shards:
         self._ranks = runtime.members(process_set)
         self._count = 0  # of blocks in all
         self._loads = [0] * len(self._ranks)
-        self._blocks: list[_Block] = []
+        self.blocks: list[_Block] = []
         self.owners: dict[torch.Tensor, int] = {}
+        _shards.add(self)
 
     def add(self, parameters: Iterable[torch.Tensor]) -> None:
         """Give parameters that are trained and have no owner to the ranks with the least; all ranks call this alike.
@@ -112,10 +141,11 @@ class Shards:
             UnsupportedError: for parameters that share memory.
             ReplicaMismatchError: on all ranks, where they differ between ranks.
         """
-        new = [each for each in parameters if (each.requires_grad or each.grad is not None) and each not in self.owners]
+        every = [each for each in parameters if not is_lazy(each)]
+        new = [each for each in every if (each.requires_grad or each.grad is not None) and each not in self.owners]
         if not new:
             return
-        self._check_disjoint(new)
+        self._check_disjoint(every)  # also frozen ones
         check_replicas(self._runtime, [(name := self._names[each], on_host(each, name)) for each in new],
                        f"{self._label}.owned", self._process_set, _ADVICE)
         found = assign_owners([each.numel() * each.element_size() for each in new], self._loads)
@@ -135,27 +165,35 @@ class Shards:
 
         Returns:
             Whether these are true on some rank.
+
+        Raises:
+            UnsupportedError: on the ranks that are left, when others have called `join()`.
         """
-        if not all(block.fits for block in self._blocks):  # on all ranks: the model has been cast
-            self._blocks.clear()
+        if not all(block.fits for block in self.blocks):  # on all ranks: the model has been cast
+            self.blocks.clear()
             self._place(self.owners)
-        for block in self._blocks:
+        for block in self.blocks:
             block.take_in()
-        unseen = [(block.memory, block.owner) for block in self._blocks if block.source is None]
-        mine = np.array([has_failed, has_state], np.int64)
-        on_some = np.empty_like(mine)
-        stepped = self._runtime.allreduce(f"{self._label}.stepped", mine, on_some, ReduceOp.MAX,
+        unseen = [(block.memory, block.owner) for block in self.blocks if block.source is None]
+        mine = np.array([has_failed, has_state, True], np.int64)
+        counts = np.empty_like(mine)
+        stepped = self._runtime.allreduce(f"{self._label}.stepped", mine, counts, ReduceOp.SUM,
                                           process_set=self._process_set, blocking=not unseen)
         broadcast_each(self._runtime, unseen, f"{self._label}.values", self._process_set)
         stepped.wait()  # by now the owners have written
-        if len(unseen) < len(self._blocks):
-            for block in self._blocks:
+        if counts[2] < len(self._ranks):
+            raise UnsupportedError(f"rank {self._runtime.world.rank}: step() of a sharded optimizer needs all ranks, and "
+                                   f"only {counts[2]} of {len(self._ranks)} have called it: the others are in join(), so "
+                                   "nobody updates the parameters that they own. Give all ranks equally many batches, or "
+                                   "use sharded=False")
+        if len(unseen) < len(self.blocks):
+            for block in self.blocks:
                 if block.source is not None and block.source is not block.memory:
                     block.memory.copy_(block.source)
             self._runtime.barrier(f"{self._label}.read", process_set=self._process_set, blocking=True).wait()
         torch.autograd.graph.increment_version([each for each, owner in self.owners.items()
                                                 if owner != self._runtime.world.rank])
-        return bool(on_some[0]), bool(on_some[1])
+        return bool(counts[0]), bool(counts[1])
 
     def explain(self, failure: str) -> None:
         """Exchange what a step has raised; all ranks call this.
@@ -205,23 +243,66 @@ class Shards:
             self._count += 1
             name = f"{self._label}.block.{self._count}"
             common = functools.partial(common_memory, self._runtime, name, owner, process_set=self._process_set)
-            self._blocks.append(_Block.of(owner, each, common,
+            self.blocks.append(_Block.of(owner, each, common,
                                           is_own=owner == self._runtime.world.rank))
 
     def leave_common_memory(self) -> None:
         """The world ends, and the memory that ranks share with it."""
-        for block in self._blocks:
+        for block in self.blocks:
             if block.source is block.memory:
                 _Block.of(block.owner, block.parameters, lambda nbytes: None, is_own=True)
 
     def _check_disjoint(self, parameters: Iterable[torch.Tensor]) -> None:
-        end, before = 0, ""
-        for begin, nbytes, name in sorted(self._places(parameters)):
-            if begin < end and nbytes:
-                raise UnsupportedError(f"sharded=True: parameters '{before}' and '{name}' share memory, so their owners "
-                                       "would overwrite each other's updates; make them one parameter")
-            end, before = max(end, begin + nbytes), name
+        """Raise for parameters with common elements: once one of them has moved into a block, they have none in common."""
+        end, alike = 0, list[torch.Tensor]()  # whose memory overlaps, perhaps between their elements only
+        for each in sorted((each for each in parameters if each.numel()), key=torch.Tensor.data_ptr):
+            if each.data_ptr() >= end:
+                alike.clear()
+            alike.append(each)
+            end = max(end, each.data_ptr() + _extent(each))
+            if len(alike) > 1:
+                self._check_last(alike)
 
-    def _places(self, parameters: Iterable[torch.Tensor]) -> Iterator[tuple[int, int, str]]:
-        for each in parameters:
-            yield each.data_ptr(), each.numel() * each.element_size(), self._names[each]
+    def _check_last(self, parameters: list[torch.Tensor]) -> None:
+        """Raise if the last parameter has elements of others that begin before it."""
+        *others, last = parameters
+        begin = parameters[0].data_ptr()
+        used = torch.zeros(max(each.data_ptr() + _extent(each) for each in parameters) - begin, dtype=torch.bool)
+        own = _bytes_in(used, last, begin)
+        for other in others:
+            _bytes_in(used, other, begin).fill_(True)
+            if own.any():
+                raise UnsupportedError(f"sharded=True: parameters '{self._names[other]}' and '{self._names[last]}' share "
+                                       "memory, so their owners would overwrite each other's updates; make them one "
+                                       "parameter")
+
+
+def _extent(parameter: torch.Tensor) -> int:
+    """Return the bytes between the first element of a parameter and the end of its last."""
+    return parameter.element_size() * (1 + sum(
+        (size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True)))
+
+
+def _bytes_in(memory: torch.Tensor, parameter: torch.Tensor, begin: int) -> torch.Tensor:
+    """Return those elements of `memory`, one for each byte from the address `begin` on, that a parameter lies in."""
+    size = parameter.element_size()
+    distinct = [length if stride else 1 for length, stride in zip(parameter.shape, parameter.stride(), strict=True)]
+    return memory.as_strided((*distinct, size), (*(each * size for each in parameter.stride()), 1),
+                             parameter.data_ptr() - begin)
+
+
+def _at_fork(stage: Callable[[_Block], None]) -> Callable[[], None]:
+    def of_all_blocks() -> None:
+        for block in [block for shards in _shards for block in shards.blocks]:
+            stage(block)
+    return of_all_blocks
+
+
+def _drop_copy(block: _Block) -> None:
+    block.copy = None
+
+
+_shards: weakref.WeakSet[Shards] = weakref.WeakSet()
+"""Of this process."""
+os.register_at_fork(before=_at_fork(_Block.copy_for_child), after_in_child=_at_fork(_Block.move_in_child),
+                    after_in_parent=_at_fork(_drop_copy))

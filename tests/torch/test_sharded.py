@@ -45,6 +45,10 @@ def test_what_changes_between_steps() -> None:
     processes(2, programs.what_changes_between_steps, imported=TORCH)
 
 
+def test_unusual_parameters_and_state() -> None:
+    processes(2, failures.unusual_parameters_and_state, imported=TORCH)
+
+
 def test_what_is_refused() -> None:
     processes(2, programs.refused, imported=TORCH)
 
@@ -69,6 +73,23 @@ def test_a_rank_is_killed_in_its_step() -> None:
 @pytest.mark.parametrize(("hosts", "scheduler_first"), [((3,), False), ((1, 1, 1), True)])
 def test_a_step_raises_on_an_owner(hosts: tuple[int, ...], scheduler_first: bool) -> None:
     processes(3, failures.step_raises_on_an_owner, scheduler_first, hosts=hosts, imported=TORCH)
+
+
+@pytest.mark.parametrize("wait_in", ["backward", "step"])
+def test_a_step_raises_before_its_update(wait_in: str) -> None:
+    processes(3, failures.step_raises_before_its_update, environment={"HVDLITE_WAIT_IN": wait_in}, imported=TORCH)
+
+
+def test_an_interrupted_step() -> None:
+    processes(2, failures.step_is_interrupted, imported=TORCH)
+
+
+def test_a_forked_child() -> None:
+    processes(2, failures.forked, imported=TORCH)
+
+
+def test_a_rank_has_joined() -> None:
+    processes(2, failures.joined, imported=TORCH)
 
 
 def test_a_step_that_raises_may_end_the_script() -> None:

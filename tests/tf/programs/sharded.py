@@ -221,11 +221,21 @@ def refused() -> None:
     told = error(in_step, lambda: loaded.apply([keras.ops.ones(each.shape) for each in
                                                              module.trainable_variables]))
     assert "replicas differ in 'iterations'" in told, told
+    optimizer.consolidate_state(to=None)
+    saved: dict[str, Any] = {}
+    optimizer.save_own_variables(saved)
     hvd.shutdown()
     hvd.init()
     told = error(in_step, lambda: optimizer.apply([keras.ops.ones(each.shape) for each in
                                                             module.trainable_variables]))
     assert "of an earlier world has a part of its state only" in told, told
+    assert "after init(), on all ranks, compile it with a new sharded optimizer, call optimizer.build(" in told, told
+    later = distributed(keras.optimizers.Adam(), sharded=True)
+    later.build(module.trainable_variables)
+    later.load_own_variables(saved)
+    hvd.broadcast_variables(module.variables, 0)  # the step that failed has changed them
+    later.apply([keras.ops.ones(each.shape) for each in module.trainable_variables])
+    assert int(later.iterations) == int(saved["0"]) + 1
 
 
 def _built() -> Any:

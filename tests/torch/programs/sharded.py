@@ -272,6 +272,8 @@ def what_changes_between_steps() -> None:
         assert optimizer.param_groups[0]["params"] is groups[0]
         module.to(memory_format=torch.channels_last).half().float()  # out of the blocks
         train(module, optimizer, range(6, 8))
+        module.share_memory()  # and with the places
+        train(module, optimizer, range(8, 10))
         ways[sharded] = module
     assert same(ways[False], ways[True])
     hvd.check_replicas(ways[True].state_dict())
@@ -341,10 +343,11 @@ def refused() -> None:
     other = model()
     twice = hvd.DistributedOptimizer(Twice(other.parameters(), lr=0.1), sharded=True)
     assert "the closure of step() more than once" in error(UnsupportedError, lambda: train(other, twice, range(1), True))
-    view = torch.nn.Parameter(own[1].detach().view(2, 2))
-    twins = hvd.DistributedOptimizer(torch.optim.SGD([own[1], view], lr=0.1), sharded=True)
-    (own[1].sum() + view.sum()).backward()
-    assert "parameters 'noname.0.0' and 'noname.0.1' share memory" in error(UnsupportedError, twins.step)
+    for is_trained in (True, False):
+        view = torch.nn.Parameter(own[1].detach().view(2, 2), requires_grad=is_trained)
+        twins = hvd.DistributedOptimizer(torch.optim.SGD([own[1], view], lr=0.1), sharded=True)
+        (own[1].sum() + view.sum()).backward()
+        assert "parameters 'noname.0.0' and 'noname.0.1' share memory" in error(UnsupportedError, twins.step)
     unlike = model(seed=rank)
     forgotten = made("SGD", unlike, sharded=True)
     told = error(ReplicaMismatchError, lambda: train(unlike, forgotten, range(1)))
@@ -352,7 +355,7 @@ def refused() -> None:
     hvd.shutdown()
     hvd.init()
     told = error(UnsupportedError, lambda: train(module, optimizer, range(1)))
-    assert "of an earlier world has a part of its state only" in told
+    assert "of an earlier world has a part of its state only" in told and "after init() load_state_dict()" in told
 
 
 def some_ranks() -> None:

@@ -1,7 +1,8 @@
-"""What ranks do in test_sharded.py where one of them fails, or is not like the others."""
+"""What ranks do in test_sharded.py where one of them fails, or is not like the others, and with unusual parameters."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 import io
@@ -14,7 +15,7 @@ import torch
 
 import hvdlite_torch as hvd
 from hvdlite.core.errors import UnsupportedError
-from tests.torch.programs.sharded import made, model, parameters, train
+from tests.torch.programs.sharded import made, model, parameters, same, train
 
 
 class Failing(torch.optim.Adam):
@@ -60,6 +61,84 @@ def step_raises_on_an_owner(scheduler_first: bool) -> None:
         hvd.check_replicas(module.state_dict())
         train(module, optimizer, range(2, 4))
         hvd.check_replicas(module.state_dict())
+
+
+def step_raises_before_its_update() -> None:
+    """In a hook that was registered before wrapping, also in the first step, and in a closure; all go on."""
+    torch.set_num_threads(1)
+    hvd.init()
+    module, failures = model(), list[Exception]()
+
+    def fail(*arguments: object) -> None:
+        if failures:
+            raise failures.pop()
+    plain = Failing(parameters("Adam", module))
+    hook = plain.register_step_pre_hook(fail)
+    optimizer: Any = hvd.DistributedOptimizer(plain, sharded=True)
+
+    def closure() -> None:
+        optimizer.zero_grad()
+        module(torch.ones(2, 2, 4, 4)).mean().backward()
+        fail()
+    for makes_step in (lambda: train(module, optimizer, range(1)), lambda: optimizer.step(closure)):
+        for step in range(2):
+            if hvd.rank() == 1:
+                failures.append(ZeroDivisionError())
+            told = error_of(ZeroDivisionError if hvd.rank() == 1 else hvd.StepFailedError, makes_step)
+            assert hvd.rank() == 1 or "rank 1: ZeroDivisionError" in told
+            hvd.check_replicas(module.state_dict())
+            train(module, optimizer, range(step, step + 1))
+            hvd.check_replicas(module.state_dict())
+        hook.remove()
+
+
+def step_is_interrupted() -> None:
+    """Ctrl-C in the step of all ranks leaves all parameters in the groups."""
+    module, optimizer = begin()
+    train(module, optimizer, range(1))
+    optimizer.failure = KeyboardInterrupt()
+    with contextlib.suppress(KeyboardInterrupt):
+        train(module, optimizer, range(1))
+    assert [len(group["params"]) for group in optimizer.param_groups] == [3, 5]
+
+
+def forked() -> None:
+    """A child has the parameters of the moment of the fork; neither process sees what the other writes."""
+    module, optimizer = begin()
+    train(module, optimizer, range(2))
+    before = [each.detach().clone() for each in module.parameters()]
+    (goes_on, go), (answers, answer) = os.pipe(), os.pipe()
+    with torch.inference_mode():
+        child = os.fork()
+    if child == 0:
+        try:
+            os.read(goes_on, 1)
+            os.write(answer, b"y" if all(map(torch.equal, module.parameters(), before)) else b"n")
+            with torch.no_grad():
+                for each in module.parameters():
+                    each.zero_()
+            os.write(answer, b"y" if not any(each.any() for each in module.parameters()) else b"n")
+        finally:
+            os._exit(0)
+    train(module, optimizer, range(2, 3))
+    after = [each.detach().clone() for each in module.parameters()]
+    os.write(go, b"g")
+    os.waitpid(child, 0)
+    assert os.read(answers, 2) == b"yy"
+    assert all(map(torch.equal, module.parameters(), after)) and not any(map(torch.equal, before, after))
+    train(module, optimizer, range(3, 4))
+    hvd.check_replicas(module.state_dict())
+
+
+def joined() -> None:
+    """A rank that has no more batches would leave its parameters as they are."""
+    module, optimizer = begin()
+    train(module, optimizer, range(2))
+    if hvd.rank() == 1:
+        assert "rank 0 left the job" in error_of(hvd.PeerLeftError, hvd.join)
+        return
+    assert "only 1 of 2 have called it: the others are in join()" in error_of(
+        UnsupportedError, lambda: train(module, optimizer, range(2, 3)))
 
 
 def step_raises_and_ends_the_script() -> None:
@@ -180,3 +259,55 @@ def memory() -> tuple[list[dict[str, int]], str, str]:
         if width == 100:
             first = list(report.ranks)
     return first, texts[0], texts[1]
+
+
+class Bare(torch.optim.Optimizer):
+    """Has tensors as state."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for each in self.param_groups[0]["params"]:
+            if each.grad is not None:
+                self.state[each] = self.state.get(each, 0) * 0.9 + each.grad
+                each.sub_(self.state[each], alpha=0.1)
+
+
+def unusual_parameters_and_state() -> None:
+    """Parameters without a shape yet, and between each other in memory; state that is no dict; state for a second world."""
+    torch.set_num_threads(1)
+    hvd.init()
+    ways = {}
+    for sharded in (False, True):
+        module = model()
+        both = torch.arange(36.0).view(6, 6)
+        columns = [torch.nn.Parameter(both[:, :2]), torch.nn.Parameter(both[:, 2:])]
+        lazy = torch.nn.LazyLinear(1)
+        plain = Bare([*module.parameters(), *columns, *lazy.parameters()])
+        optimizer: Any = hvd.DistributedOptimizer(plain, sharded=sharded)
+        for step in range(4):
+            optimizer.zero_grad()
+            torch.manual_seed(step)
+            extra = lazy(torch.cat([*columns], 1)).sum() if step > 1 else sum(each.square().sum() for each in columns)
+            (module(torch.ones(2, 2, 4, 4) * (1 + hvd.rank())).square().mean() + 0.01 * extra).backward()
+            optimizer.step()
+        ways[sharded] = torch.nn.ModuleList([module, torch.nn.ParameterList(columns)]), optimizer
+    (module, optimizer), (other, whole) = ways[True], ways[False]
+    assert same(module, other)
+    optimizer.consolidate_state_dict(to=None)
+    state = copy.deepcopy(optimizer.state_dict())
+    assert len(state["state"]) == 12
+    for between in (True, False):
+        hvd.shutdown()
+        if between:
+            optimizer.load_state_dict(state)
+        hvd.init()
+        if not between:
+            optimizer.load_state_dict(state)
+        train(module[0], optimizer, range(1))
+        optimizer.consolidate_state_dict(to=None)
+        state = copy.deepcopy(optimizer.state_dict())
+        train(other[0], whole, range(1))
+    assert same(module, other)
