@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 import logging
 import weakref
+from contextlib import ExitStack
 from typing import Any
 
 import keras
@@ -104,7 +105,10 @@ def _applying_statelessly(original: Any) -> Any:
         if not is_distributed(self.inner_optimizer):
             return original(self, optimizer_variables, grads, trainable_variables)
         inner = self.inner_optimizer
-        with inner._hvdlite_reducing(grads, inner._trainable_variables) as reduced:
+        values = list(zip(inner._trainable_variables, trainable_variables, strict=False))  # the variables have none here
+        with ExitStack() as stack:
+            with keras.StatelessScope(state_mapping=values):
+                reduced = stack.enter_context(inner._hvdlite_reducing(grads, inner._trainable_variables))
             return original(self, optimizer_variables, reduced, trainable_variables)
     return stateless_apply
 

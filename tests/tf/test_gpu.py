@@ -136,7 +136,7 @@ def test_eager_collectives_wait_for_tensorflow_and_for_nccl(gpus: Any, tf: Any, 
 def test_functions_of_host_arrays_get_them(gpus: Any, tf: Any, waits: list[int]) -> None:
     """Keras' layers and optimizers exchange small values by functions of NumPy arrays."""
     from hvdlite_tf.keras.backends.tensorflow import call
-    (doubled,) = call(lambda arrays: [np.multiply(arrays[0], 2)], [tf.fill([3], 2.0)])
+    (doubled,) = call(lambda arrays: [np.multiply(arrays[0], 2)], [x := tf.fill([3], 2.0)], [x])
     assert doubled.numpy().tolist() == [4, 4, 4] and not waits
 
 

@@ -98,7 +98,7 @@ def test_what_comes_late_is_set_aside_and_added(by_bucket: bool) -> None:
     own = Set(by_bucket=by_bucket)
     own.runtime.defers = True
     own.backward(0, 1)
-    assert own.state(0) is READY and own.state(2) is UNUSED and not own.reducer.waits_in_backward
+    assert own.state(0) is READY and own.state(2) is UNUSED and not own.reducer.set.blocks
     own.accumulate(0, 10.0)
     own.accumulate(2, 10.0)
     assert own.state(0) is TRAILING and own.state(2) is TRAILING and own.value(0) == 10.0
