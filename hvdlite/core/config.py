@@ -145,7 +145,8 @@ class Config:
         64 * MIB, _size, "largest total size of tensors that are reduced as one, in bytes; 0 turns fusion off",
         tunable=(MIB, 256 * MIB), FUSION_THRESHOLD=_same)
     bucket_size: int = knob(
-        25 * MIB, _size, "largest learned bucket of gradients, in bytes; 0 turns learning off", tunable=(MIB, 128 * MIB))
+        25 * MIB, _size, "largest learned bucket of gradients, in bytes; 0 turns learning off; where both are unset, a set "
+        "on the host is one bucket where ranks leave no core free", tunable=(MIB, 128 * MIB))
     bucket_edge: int = knob(
         4 * MIB, _size, "largest size of the first and of the last bucket of a gradient set, in bytes; 0 is one gradient",
         tunable=(64 * KIB, 32 * MIB))

@@ -7,10 +7,11 @@ import random
 import pytest
 from hypothesis import given, settings, strategies
 
+from hvdlite.core.config import Config
 from hvdlite.core.types import Collective
 from hvdlite.negotiation.controller import EvictLayout, SplitBucket
 from hvdlite.negotiation.gradient_sets import GradientSetTable
-from hvdlite.negotiation.layouts import BucketSizes, cut
+from hvdlite.negotiation.layouts import BucketSizes, cut, plan_buckets
 from hvdlite.negotiation.messages import (
     ErrorKind,
     Layout,
@@ -20,6 +21,7 @@ from hvdlite.negotiation.messages import (
     RoundDone,
 )
 from hvdlite.negotiation.readiness import Aggregator
+from hvdlite.runtime.assemble import bucket_sizes
 from tests.negotiation.reducers import LABEL, Reducer, Round, check, run, steady
 from tests.negotiation.simulation import Simulation
 from tests.negotiation.stories import led, stories
@@ -172,6 +174,23 @@ def test_learning_can_be_turned_off() -> None:
 ])
 def test_buckets_are_small_at_both_ends(sizes: list[int], ends: list[int]) -> None:
     assert cut(sizes, BucketSizes(edge=4, middle=60)) == ends
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_set_on_the_host_may_be_one_bucket_of_any_size(device: str) -> None:
+    members = [{0: Request(f"g{index}", Collective.ALLREDUCE, dtype, (100,), label=LABEL, device=device)}
+               for dtype in ("float32", "float16") for index in range(4)]
+    buckets = plan_buckets(members, (0,), BucketSizes(400, 400, has_one_on_host=True), 1)
+    assert [len(bucket.members) for bucket in buckets] == ([4, 4] if device == "cpu" else [1, 1, 1, 1, 2, 2])
+
+
+@pytest.mark.parametrize(("changed", "ranks", "limit", "is_one"), [
+    ({}, 4, 1, True), ({}, 5, 1, True), ({}, 3, 1, False), ({}, 4, 0, False), ({"bucket_edge": 100}, 4, 1, False),
+    ({"bucket_size": 100}, 4, 1, False), ({"autotune": True}, 4, 1, False)])
+def test_a_set_is_one_bucket_where_ranks_leave_no_core_free(changed: dict[str, int], ranks: int, limit: int, is_one: bool,
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 4)
+    assert bucket_sizes(Config(**changed), ranks, limit).has_one_on_host is is_one  # type: ignore[arg-type]
 
 
 @given(stories(joins=False), strategies.integers(0, 1 << 30))
