@@ -102,7 +102,7 @@ class FailsOnRank1:
 
     def reduce(self, gradients: Any, exchange: Any) -> None:
         self.calls += 1
-        if self.calls == 2 and self.runtime.world.rank == 1:
+        if self.calls == 3 and self.runtime.world.rank == 1:
             self.runtime.end("lost")
         exchange.average("gradients", [gradient for _, gradient in gradients])
 
@@ -112,19 +112,22 @@ def sgd(model: Any) -> Any:
 
 
 COUNTED = {
-    "before its reduction a step does not count": (sgd, {}, False, 2),
-    "nor where it waits for it": (sgd, {"wait_in": "step"}, False, 2),
-    "nor in a closure": (sgd, {}, True, 2),
-    "nor in the first closure of torch's LBFGS": (lambda net: torch.optim.LBFGS(net.parameters(), max_iter=1), {}, True, 2),
-    "in another LBFGS it does": (lambda net: OwnLBFGS(net.parameters(), max_iter=1), {}, True, 5),
-    "an Adasum step counts when it begins": (sgd, {"op": ReduceOp.ADASUM}, False, 3),
-    "a hook with a state counts, and then the step": (sgd, {"comm_hook": FailsOnRank1}, False, 6),
-    "a hook without one does not": (sgd, {"comm_hook": comm_hooks.AllReduce}, False, 2)}
+    "before its reduction a step does not count": (sgd, {}, False, 4),
+    "nor where it waits for it": (sgd, {"wait_in": "step"}, False, 4),
+    "nor in a closure": (sgd, {}, True, 4),
+    "nor in the first closure of torch's LBFGS": (lambda net: torch.optim.LBFGS(net.parameters(), max_iter=1), {}, True, 4),
+    "in another LBFGS it does": (lambda net: OwnLBFGS(net.parameters(), max_iter=1), {}, True, 9),
+    "an Adasum step counts when it begins": (sgd, {"op": ReduceOp.ADASUM}, False, 5),
+    "a hook with a state counts, and then the step": (sgd, {"comm_hook": FailsOnRank1}, False, 10),
+    "a hook without one does not": (sgd, {"comm_hook": comm_hooks.AllReduce}, False, 4)}
 
 
 @pytest.mark.parametrize("case", COUNTED)
 def test_steps_are_counted_before_parameters_change(case: str) -> None:
-    """Rank 1 is lost when rank 0 makes its second step; the hook fails on rank 1 in its second call."""
+    """Rank 1 is lost when rank 0 makes its third step; the hook fails on rank 1 in its third call.
+
+    Not in the second: before that one, replicas are compared, which fails where rank 1 is lost early.
+    """
     make, options, has_closure, count = COUNTED[case]
     before = api.worlds().steps_begun
     have_stepped = threading.Barrier(2)
@@ -147,6 +150,7 @@ def test_steps_are_counted_before_parameters_change(case: str) -> None:
             else:
                 closure()
                 optimizer.step()
+        body()
         body()
         have_stepped.wait()
         if runtime.world.rank == 0 or hook is FailsOnRank1:
