@@ -1,29 +1,31 @@
-"""Workers that train by themselves (`outer=`), beside synchronous training: losses, or speed over a slow link.
+"""Speed of workers that train by themselves (`outer=`) over a slow link, beside synchronous training.
 
-    hvdrun -np 2 python benchmarks/slow_links.py --losses      Fashion-MNIST, each rank a worker, equal samples
     python benchmarks/slow_links.py --hosts 2 --rate 100mbit   25 million parameters, on network namespaces (root)
+
+With torchft in Python's path its DiLoCo is a peer, for one rank a host. It has no int8 without Triton.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import importlib.util
+import itertools
 import json
 import os
-import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import hvdlite_torch as hvd
-from examples import fashion_mnist
 
 WIDTH = 2048
 """Of the model for speed: 25 million parameters."""
 COUNTER = Path("/sys/class/net/bench0/statistics/tx_bytes")
 """Bytes that a host has sent to the others."""
-SEEDS = (1, 2, 3)
 
 
 def wide() -> Any:
@@ -32,83 +34,75 @@ def wide() -> Any:
     return torch.nn.Sequential(*[each for layer in layers for each in (layer, torch.nn.ReLU())][:-1])
 
 
-def small(seed: int) -> Any:
-    torch.manual_seed(seed)
-    return torch.nn.Sequential(
-        torch.nn.Conv2d(1, 16, 3, stride=2), torch.nn.ReLU(), torch.nn.Conv2d(16, 32, 3, stride=2), torch.nn.ReLU(),
-        torch.nn.Flatten(), torch.nn.Linear(1152, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
-
-
 def speeds(steps: int, every: int) -> list[dict[str, Any]]:
     """Return steps per second and bytes per step of this host, alone, synchronously, and as a worker."""
     settings = {"alone": (hvd.LocalSGD(10**9), steps), "synchronous": (None, 3), "outer": (hvd.DiLoCo(every), steps)}
     rows = []
     for name, (outer, count) in settings.items():
         model = wide()
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3), model.named_parameters(),
-                                             outer=outer)
-
-        def step(model: Any = model, optimizer: Any = optimizer) -> None:
-            optimizer.zero_grad()
-            model(torch.randn(64, 784)).square().mean().backward()
-            optimizer.step()
-
-        for _ in range(2):
-            step()
-        hvd.allreduce(torch.zeros(1))
-        sent, begun = _sent(), time.perf_counter()
-        for _ in range(count):
-            step()
-        seconds = time.perf_counter() - begun
-        rows.append({"case": name, "steps_per_second": count / seconds, "bytes_per_step": (_sent() - sent) / count})
-        hvd.allreduce(torch.zeros(1))
+        optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3), model.named_parameters(),
+                                                  outer=outer)
+        rows.append({"case": name, **speed(model, optimizer, count)})
+    if importlib.util.find_spec("torchft") and hvd.local_size() == 1:
+        model = wide()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        with torchft_diloco(model, optimizer, every):
+            rows.append({"case": "torchft", **speed(model, optimizer, steps)})
     return rows
+
+
+def speed(model: Any, optimizer: Any, count: int) -> dict[str, float]:
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.randn(64, 784)).square().mean().backward()
+        optimizer.step()
+
+    for _ in range(2):
+        step()
+    hvd.allreduce(torch.zeros(1))
+    sent, begun = _sent(), time.perf_counter()
+    for _ in range(count):
+        step()
+    seconds = time.perf_counter() - begun
+    found = {"steps_per_second": count / seconds, "bytes_per_step": (_sent() - sent) / count}
+    hvd.allreduce(torch.zeros(1))
+    return found
+
+
+@contextlib.contextmanager
+def torchft_diloco(model: torch.nn.Sequential, optimizer: torch.optim.Optimizer, every: int) -> Iterator[None]:
+    """Train as a replica group of one rank, with 4 fragments and the longest delay, and float32 on the wire."""
+    from torch.distributed import TCPStore
+    from torchft import Manager, ProcessGroupGloo
+    from torchft.coordination import LighthouseServer
+    from torchft.local_sgd import DiLoCo
+
+    host, first = f"10.78.0.{hvd.cross_rank() + 1}", "10.78.0.1"
+    server = LighthouseServer(bind=f"{first}:29510", min_replicas=hvd.size()) if hvd.rank() == 0 else None
+    hvd.allreduce(torch.zeros(1))
+    store = TCPStore(host, 29511, is_master=True, wait_for_workers=False)
+    manager = Manager(pg=ProcessGroupGloo(), load_state_dict=None, state_dict=None, min_replica_size=hvd.size(),
+                      use_async_quorum=False, rank=0, world_size=1, store_addr=host, store_port=29511, hostname=host,
+                      lighthouse_addr=f"http://{first}:29510", replica_id=f"host{hvd.rank()}", init_sync=False)
+    sizes = itertools.pairwise(round(part * len(model) / 4) for part in range(5))
+    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    with DiLoCo(manager, [model[begin:end] for begin, end in sizes], optimizer, outer, sync_every=every,
+                fragment_sync_delay=every // 4 - 1, pin_memory=False):
+        yield
+    manager.shutdown(wait=False)
+    del store
+    if server is not None:
+        server.shutdown()
 
 
 def _sent() -> int:
     return int(COUNTER.read_text(encoding="ascii")) if COUNTER.exists() else 0
 
 
-def losses(epochs: int) -> list[dict[str, Any]]:
-    """Return the test losses of each way to train, by seed; of the global weights, after as many samples."""
-    ways: dict[str, Any] = {"synchronous": None, "LocalSGD(10)": hvd.LocalSGD(10, workers="rank")}
-    for every in (10, 50, 100, 500):
-        for wire in ("int8", None) if every < 100 else ("int8",):
-            ways[f"DiLoCo({every}, wire={wire})"] = hvd.DiLoCo(every, workers="rank", wire=wire)
-    data = fashion_mnist.find(download=False)
-    (images, labels), (test, truth) = (fashion_mnist.tensors(data, part).tensors for part in ("train", "test"))
-    rows = []
-    for name, outer in ways.items():
-        found = []
-        for seed in SEEDS:
-            model = small(seed)
-            optimizer: Any = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
-                                                      model.named_parameters(), outer=outer)
-            order = torch.Generator().manual_seed(seed)
-            for _ in range(epochs):
-                for indices in torch.randperm(len(images), generator=order).split(32 * hvd.size()):
-                    own = indices.chunk(hvd.size())[hvd.rank()] if len(indices) == 32 * hvd.size() else None
-                    if own is None:
-                        continue
-                    optimizer.zero_grad()
-                    torch.nn.functional.cross_entropy(model(images[own]), labels[own]).backward()
-                    optimizer.step()
-            if outer is not None:
-                optimizer.synchronize_outer(model)
-            with torch.no_grad():
-                found.append(float(torch.nn.functional.cross_entropy(model(test), truth)))
-        rows.append({"case": name, "losses": found, "median": statistics.median(found)})
-        if hvd.rank() == 0:
-            print(f"{name:>24}: {', '.join(f'{each:.4f}' for each in found)}", flush=True)
-    return rows
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--losses", action="store_true")
-    parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--every", type=int, default=50)
+    parser.add_argument("--every", type=int, default=48)
     parser.add_argument("--hosts", type=int, default=0, help="start ranks on so many network namespaces")
     parser.add_argument("--ranks", type=int, default=1, help="of each of them")
     parser.add_argument("--rate", default="100mbit")
@@ -123,7 +117,7 @@ def main() -> None:
     os.environ.pop("PMI_SIZE", None)  # of mpiexec, which starts the ranks of namespaces
     hvd.init()
     torch.set_num_threads(1)
-    rows = losses(arguments.epochs) if arguments.losses else speeds(arguments.steps, arguments.every)
+    rows = speeds(arguments.steps, arguments.every)
     if hvd.rank() == 0:
         print(json.dumps(rows, indent=1))
         if arguments.record:

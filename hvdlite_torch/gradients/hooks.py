@@ -98,6 +98,7 @@ class Hooks(Owner):
             self._hand_over_recorded(all_of_them=True)
             for parameter in itertools.islice(self._own.values(), 1):
                 self._notice_move(parameter)
+            self.weight.check()
             self._renew_unit()
             self.reducer.admit()  # a parameter that has thawed: it, too, has a weight
             if self._weigh_own() or self.weight.is_pending:

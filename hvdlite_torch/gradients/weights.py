@@ -83,6 +83,20 @@ class GradientWeight:
         """Whether it is the weight of a pass that has not come yet."""
         return self.weight is not None and self.passes is not None
 
+    @property
+    def is_outdated(self) -> bool:
+        """Whether a weighted parameter was cast or moved since: its gradients come from another node, without our hook."""
+        return self in _uneven and any((node.variable.dtype, node.variable.device) != kind
+                                       for kind, node, _ in self._weighted.values())
+
+    def check(self) -> None:
+        """Raise `UnsupportedError` when a parameter was cast or moved since the weight was set."""
+        if self.is_outdated:
+            raise UnsupportedError(
+                f"rank {self.runtime.world.rank}: parameters were cast or moved after this batch's gradients had got a weight "
+                f"({self.value:g}), and lost it. Call model.to(), double() or half() before the batch is taken from its loader, "
+                "or before set_weight()")
+
     def count_pass(self) -> None:
         """A pass is over, or its gradients were set by the script: the weight was for it only."""
         if self.passes is not None:

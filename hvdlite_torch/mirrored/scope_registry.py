@@ -252,7 +252,7 @@ class ScopeRegistry:
         Gradients that `torch.autograd.grad` returns are not multiplied, because they are not accumulated. Gradients that a
         script sets itself are multiplied before they are reduced.
         """
-        if weight != self.weight.value:
+        if weight != self.weight.value or self.weight.is_outdated:
             self.apply_weight(weight)
 
     def apply_weight(self, weight: float | None = None) -> None:

@@ -20,3 +20,7 @@ def test_shares_follow_speeds() -> None:
 
 def test_evaluation_loops_and_breaks_leave_ranks_alike() -> None:
     processes(3, programs.evaluation_loops_and_breaks_leave_ranks_alike, imported=TORCH)
+
+
+def test_a_cast_between_batches() -> None:
+    processes(2, programs.casts_between_batches, imported=TORCH)

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
 
@@ -141,3 +142,38 @@ def evaluation_loops_and_breaks_leave_ranks_alike() -> None:
             if index == 4 and epoch % 3:
                 break
     assert len(strategy._shares._splits) > 1
+
+
+def casts_between_batches() -> None:
+    """A model that is cast before a batch is taken trains like one process; after that its gradients have no weight."""
+    hvd.init()
+    strategy = hvd.MirroredStrategy(shares=[3, 1])
+    x, y = (column.float() for column in data())
+    batches = [(x[begin:begin + 8], y[begin:begin + 8]) for begin in range(0, 48, 8)]
+
+    def train(loader: Any, model: Any, optimizer: Any) -> Any:
+        rows = iter(loader)
+        for number in range(len(batches) - 1):
+            if number == 2:
+                model.double()
+            inputs, targets = next(rows)
+            optimizer.zero_grad()
+            model(inputs.to(model.weight.dtype)).sub(targets).square().mean().backward()
+            optimizer.step()
+        return rows
+
+    torch.manual_seed(1)
+    alone = torch.nn.Linear(5, 2)
+    train(batches, alone, torch.optim.SGD(alone.parameters(), lr=0.1))
+    with strategy.scope():
+        torch.manual_seed(1)
+        model = torch.nn.Linear(5, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = train(strategy.distribute(batches), model, optimizer)
+    torch.testing.assert_close(model.weight, alone.weight, rtol=0, atol=1e-6)
+    inputs, targets = next(rows)
+    model.float()
+    with pytest.raises(hvd.UnsupportedError, match=r"rank \d: parameters were cast or moved after"):
+        model(inputs).sub(targets).square().mean().backward()
+        optimizer.step()
+    optimizer.zero_grad()

@@ -314,6 +314,8 @@ RULES: dict[str, Callable[[Training], bool]] = {
             or it.model == "sync batch norm" or it.optimizer.startswith("LBFGS") or it.wait_in == "mixed")),
     "gradients by hand come after backward(), which weighs uneven batches": lambda it: (
         it.scoped and (it.uneven or it.shares != "equal") and it.gradients in ("autograd.grad", "func.grad")),
+    "a batch is taken, and weighed, before a script casts": lambda it: (
+        it.scoped and (it.uneven or it.shares != "equal") and "double" in (it.event, it.later_event)),
     "inside join(), losses are added: backward() is called once": lambda it: (
         it.uneven and not it.scoped and it.loss == "disjoint"),
     "join() is of the optimizer with which the epoch began": lambda it: it.uneven and not it.scoped and it.event in (
