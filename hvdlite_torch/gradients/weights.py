@@ -93,9 +93,9 @@ class GradientWeight:
         """Raise `UnsupportedError` when a parameter was cast or moved since the weight was set."""
         if self.is_outdated:
             raise UnsupportedError(
-                f"rank {self.runtime.world.rank}: parameters were cast or moved after this batch's gradients had got a weight "
-                f"({self.value:g}), and lost it. Call model.to(), double() or half() before the batch is taken from its loader, "
-                "or before set_weight()")
+                f"rank {self.runtime.world.rank}: parameters were cast or moved after the gradients of this batch had got a "
+                f"weight ({self.value:g}), and they lost it. Call model.to(), double() or half() before the batch is taken "
+                "from its loader, or before set_weight()")
 
     def count_pass(self) -> None:
         """A pass is over, or its gradients were set by the script: the weight was for it only."""
