@@ -41,6 +41,7 @@ class OutputSettings:
         timestamps: whether lines begin with the time.
         show: "all", "rank0" or "errors".
         fold: whether a line that several ranks print is shown once.
+        quiet: whether of hvdrun's own lines only failures are shown.
     """
 
     directory: str | None = None
@@ -48,6 +49,7 @@ class OutputSettings:
     timestamps: bool = False
     show: str = "all"
     fold: bool = False
+    quiet: bool = False
 
 
 @dataclasses.dataclass
