@@ -186,13 +186,13 @@ def job_settings(options: argparse.Namespace, environ: Mapping[str, str], size: 
         if options.stdin and first != LOCAL:
             raise LaunchError(f"--stdin: rank 0 runs on host {first}, and only a rank of this host can have the standard "
                               "input of hvdrun")
-    control = environment_name("control")
+    control, variables = environment_name("control"), {**environ, **settings}
     made = JobSettings(
         command, limits, slots, options.host_discovery_script if is_elastic(options) else None, options.slots_per_host or 1,
         environ.get("SLURMD_NODENAME", ""), settings, shell, working_directory=options.working_directory or "",
-        start_timeout=timeout_or_inf(Config.from_environment({**environ, **settings}).start_timeout),
+        start_timeout=timeout_or_inf(Config.from_environment(variables).start_timeout),
         grace=options.grace, interfaces=_interfaces(options), coordinator_port=options.coordinator_port,
-        over_tcp=settings.get(control, environ.get(control)) == "tcp", share_cores=int("OMP_NUM_THREADS" not in {**environ, **settings}),
+        over_tcp=variables.get(control) == "tcp", share_cores=int("OMP_NUM_THREADS" not in variables),
         output=OutputSettings(options.output_filename, options.prefix, options.timestamps, options.show, options.fold,
                               options.quiet),
         bind=options.bind, has_input=options.stdin and not is_elastic(options), verbose=options.verbose,
@@ -213,6 +213,8 @@ def options_without_effect(options: argparse.Namespace) -> list[str]:
         lines.append("--stdin does nothing in an elastic job: its ranks change")
     elif options.slots_per_host is not None and not options.host_discovery_script:
         lines.append("--slots-per-host does nothing without --host-discovery-script: give the slots with -H host:slots")
+    if options.nproc_per_node is not None and options.host_discovery_script:
+        lines.append("--nproc-per-node does nothing with --host-discovery-script: give --slots-per-host")
     lines += [f"--{name} does nothing here: {why}" for name, (_, why) in MEANINGLESS_FLAGS.items()
               if getattr(options, f"meaningless_{name}") is not None]
     if options.job:

@@ -117,8 +117,8 @@ def parser() -> argparse.ArgumentParser:
                         "host, as in torchrun; -H needs no slots then")
     result.add_argument("-m", dest="is_module", action="store_true", help="the command is a module, as in torchrun: "
                         "hvdrun -np 2 -m package.train; it is run by the Python of hvdrun")
-    result.add_argument("-x", dest="variables", action="append", default=[], metavar="VAR[=VALUE]", help="set an environment "
-                        "variable of the ranks, on all hosts; without a value, to the one that it has here")
+    result.add_argument("-x", dest="variables", action="append", default=[], metavar="VAR[=VALUE]", help="set an "
+                        "environment variable of the ranks, on all hosts; without a value, to the one that it has here")
     result.add_argument("--bind", action="store_true", help="bind each rank to an equal part of its host's cores")
     result.add_argument("--stdin", action="store_true", help="give rank 0, which must be on this host, the standard input "
                         "of hvdrun; that of the other ranks is empty")
@@ -182,8 +182,8 @@ def _add_instead(group: argparse._ArgumentGroup) -> None:
 
 def _add_hosts(group: argparse._ArgumentGroup) -> None:
     which = group.add_mutually_exclusive_group()
-    which.add_argument("-H", "--hosts", "--host", metavar="HOST:SLOTS,...", help="hosts and their slots, filled in order; IPv6: "
-                       "[address]:slots")
+    which.add_argument("-H", "--hosts", "--host", metavar="HOST:SLOTS,...", help="hosts and their slots, filled in "
+                       "order; IPv6: [address]:slots")
     which.add_argument("-hostfile", "--hostfile", metavar="FILE", help="read hosts from a file, one per line: host slots=4")
     which.add_argument("--host-discovery-script", metavar="PROGRAM", help="run a program every second and read "
                        "hosts from its output, one per line: host:4 (elastic)")

@@ -80,8 +80,8 @@ def _listed(*which: str) -> dict[int, Process]:
     """Return processes by id as `ps` lists them where there is no /proc; their sessions are not known."""
     import subprocess  # only here: this program starts in milliseconds
     found = {}
-    with subprocess.Popen(["ps", *which, "-o", "pid=,ppid=,pgid=,state=,lstart="], stdout=subprocess.PIPE, text=True,
-                          env={**os.environ, "LC_ALL": "C"}) as ps:
+    command = ["env", "LC_ALL=C", "ps", *which, "-o", "pid=,ppid=,pgid=,state=,lstart="]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as ps:
         assert ps.stdout is not None
         for line in ps.stdout:
             pid, parent, group, state, *start = line.split()

@@ -2,6 +2,7 @@
 
 import builtins
 import functools
+import importlib
 import io
 import mmap
 import os
@@ -11,8 +12,8 @@ import signal
 import socket
 import sys
 import sysconfig
-import urllib.request  # before the platform changes, like the next line: a Mac has modules of its own for both
 
+importlib.import_module("urllib.request")  # before the platform changes: a Mac has modules of its own for this and the next
 sysconfig.get_config_vars()
 sys.platform = "darwin"
 MISSING = {
