@@ -151,7 +151,8 @@ def text(found: Mapping[str, Any]) -> list[str]:
         lines += [f"    {pair['from']} - {pair['to']}: " + (pair.get("problem") or
                   f"round trip {pair['round_trip_seconds'] * 1e6:,.0f} us, {pair['bytes_per_second'] / 1e6:,.0f} MB/s")
                   for pair in found["pairs"]]
-        rates, count = [pair["bytes_per_second"] for pair in found["pairs"] if "problem" not in pair], max(2, len(found["hosts"]))
+        rates = [pair["bytes_per_second"] for pair in found["pairs"] if "problem" not in pair]
+        count = max(2, len(found["hosts"]))
         if rates:
             lines.append(f"what {count} hosts bring over one, by the slowest of these links, without overlap with backward:")
         for name, size in _MODELS.items() if rates else ():
