@@ -87,8 +87,8 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         return run_doctor(_rename_local(hosts, environ) or [Host(LOCAL)], shell,
                           options.working_directory or current_directory(), environ,
                           allocation.scheduler if allocation else "", options.json)
-    if options.until is not None and options.sweep is None:
-        raise LaunchError("--until compares values of an option: give --sweep too, such as --sweep batch-size=64,128,256")
+    if options.until is not None and options.sweep is None and options.scaling is None:
+        raise LaunchError("--until compares runs: give --sweep too, such as --sweep batch-size=64,128, or --scaling 1,2,4")
     if sum([options.scaling is not None, options.sweep is not None, options.profile]) > 1:
         raise LaunchError("give only one of --scaling, --sweep and --profile")
     placement.check_is_alone(environ, _command(options))
@@ -119,16 +119,19 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
 
 def _compare(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     from hvdlite_runner.reports import scaling
+    from hvdlite_runner.reports.comparison import Comparison
     from hvdlite_runner.reports.time_to_target import MetricTarget, compare_times
+    name = ""
     if options.scaling is not None:
-        jobs = scaling.with_equal_threads([(str(size), job_settings(options, environ, size)) for size in options.scaling])
-        return scaling.compare_sizes(jobs, environ, options.results or "scaling")
-    name, values = scaling.parse_sweep(options.sweep)
-    target = None if options.until is None else MetricTarget.parse(options.until)
-    jobs = [(value, job_settings(options, environ, more=[f"--{name}", value])) for value in values]
-    if target is not None:
-        return compare_times(name, target, jobs, environ, options.results or "sweep")
-    return scaling.sweep(name, jobs, environ, options.results or "sweep")
+        jobs = scaling.with_equal_threads([(str(size), job_settings(options, environ, size))
+                                           for size in sorted(options.scaling)])
+    else:
+        name, values = scaling.parse_sweep(options.sweep)
+        jobs = [(value, job_settings(options, environ, more=[f"--{name}", value])) for value in values]
+    compared = Comparison(name, jobs, environ, options.results or ("sweep" if name else "scaling"), options.repeat)
+    if options.until is not None:
+        return compare_times(compared, MetricTarget.parse(options.until))
+    return scaling.sweep(compared) if name else scaling.compare_sizes(compared)
 
 
 def _check_scripts(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -217,6 +220,8 @@ def options_without_effect(options: argparse.Namespace) -> list[str]:
         lines.append("--nproc-per-node does nothing with --host-discovery-script: give --slots-per-host")
     lines += [f"--{name} does nothing here: {why}" for name, (_, why) in MEANINGLESS_FLAGS.items()
               if getattr(options, f"meaningless_{name}") is not None]
+    if options.repeat > 1 and options.sweep is None and options.scaling is None:
+        lines.append("--repeat does nothing without --scaling or --sweep")
     if options.job:
         lines.append("--job does nothing without --leave")
     if not options.mpi:

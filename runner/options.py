@@ -156,9 +156,11 @@ def _add_instead(group: argparse._ArgumentGroup) -> None:
                        "print samples/s, speedup and efficiency; write them as CSV and PNG too")
     group.add_argument("--sweep", metavar="OPTION=V,V,...", help="run the command with --OPTION V for each value, and print "
                        "the throughputs and where they saturate; write them as CSV and PNG too")
-    group.add_argument("--until", metavar="METRIC=VALUE", help="with --sweep: print instead after how many epochs and "
-                       "seconds each run reached the value of a metric that the script records with hvd.record_metrics, "
-                       "such as accuracy=0.88 or 'loss<=0.3'; every run goes on to its end")
+    group.add_argument("--until", metavar="METRIC=VALUE", help="with --sweep or --scaling: print instead after how many "
+                       "epochs and seconds each run reached the value of a metric that the script records with "
+                       "hvd.record_metrics, such as accuracy=0.88 or 'loss<=0.3'; every run goes on to its end")
+    group.add_argument("--repeat", type=_positive, metavar="N", default=1, help="with --scaling or --sweep: run each job N "
+                       "times, and print the median run, the least and the greatest figure")
     group.add_argument("--profile", action="store_true", help="run the command, and print where each rank's time went: "
                        "input, forward, backward, waits, optimizer (with torch); write it as CSV and PNG too")
     group.add_argument("--results", metavar="NAME", help="write the results of --scaling, --sweep or --profile to NAME.csv "

@@ -183,7 +183,7 @@ def test_options_of_elastic_jobs_that_contradict_each_other(arguments: str, told
 @pytest.mark.parametrize(("arguments", "told"), [
     ("--mpi -np 2 --min-np 1 true", "--mpi excludes elastic training"),
     ("--scaling 1,2 --min-np 1 true", "--scaling and --sweep compare jobs of fixed sizes"),
-    ("--until a=1 -np 2 true", "--until compares values of an option"),
+    ("--until a=1 -np 2 true", "--until compares runs: give --sweep too"),
     ("--scaling 1,2 --profile -np 2 true", "give only one of --scaling, --sweep and --profile"),
 ])
 def test_jobs_that_exclude_each_other_are_refused_before_anything_starts(
