@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -208,3 +209,10 @@ def test_an_option_that_does_not_exist_is_told_with_the_nearest_one(capsys: pyte
             parser().parse_args(["-np", "2", f"{given}=3", "sh"])
         assert ended.value.code == 2 and told in capsys.readouterr().err
     assert parser().parse_args(["-n", "2", "sh"]).np == 2
+
+
+def test_signals_for_ranks_do_not_end_hvdrun_before_there_are_any() -> None:
+    program = ("import os, signal, sys\nimport hvdlite_runner.cli as cli\nfrom hvdlite_runner.__main__ import main\n"
+               "cli.main = lambda: os.kill(os.getpid(), signal.SIGUSR1) or os.kill(os.getpid(), signal.SIGUSR2) or 7\n"
+               "sys.exit(main())")
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 7
