@@ -28,9 +28,10 @@ from hvdlite_runner.job.starts import Starts
 from hvdlite_runner.messages import ProgressReply, Sample
 from hvdlite_runner.options import parser
 from hvdlite_runner.reports import comparison
-from hvdlite_runner.reports.monitor import Monitor, table
+from hvdlite_runner.reports.monitor import Monitor, ThroughputRecorder, table
 from hvdlite_runner.reports.scaling import (
     Throughput,
+    compare_sizes,
     notes,
     parse_sweep,
     saturation,
@@ -39,6 +40,7 @@ from hvdlite_runner.reports.scaling import (
     with_equal_threads,
 )
 from hvdlite_runner.reports.scaling import rows as profile_rows
+from hvdlite_runner.reports.time_to_target import MetricTarget, compare_times
 from tests.worlds import HVDRUN, clean_environment
 
 
@@ -194,10 +196,10 @@ def hvdrun(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_scaling_prints_and_writes_its_table(tmp_path: Path) -> None:
-    ended = hvdrun(tmp_path, "--scaling", "2,1", "--repeat", "2", "--results", "out", "train.py")
+    ended = hvdrun(tmp_path, "--scaling", "2,1", "--results", "out", "train.py")
     assert ended.returncode == 0, ended.stderr
     printed = [line.split() for line in ended.stdout.splitlines()]
-    assert printed[0] == ["ranks", "threads", "samples/s", "speedup", "efficiency", "least", "of", "2", "greatest"]
+    assert printed[0] == ["ranks", "threads", "samples/s", "speedup", "efficiency"]
     assert [row[:2] for row in printed[1:]] == [["1", "1"], ["2", "1"]]
     with open(tmp_path / "out.csv", encoding="utf-8") as file:
         written = list(csv.DictReader(file))
@@ -246,6 +248,30 @@ def test_each_job_is_run_several_times_and_the_median_counts(
     for name, lines in (("batch-size", 0), ("lr", 1)):
         job = dataclasses.replace(settings, command=[sys.executable, str(tmp_path / "train.py"), f"--{name}", "1"])
         assert len(list(comparison.Comparison(name, [("1", job)], {}, "")._unread())) == lines
+
+
+def test_tables_of_repeated_runs_have_their_spread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    settings = job_settings(parser().parse_args(["-np", "1", "sh"]), {"PATH": os.environ["PATH"]})
+    rates = iter([10.0, 12.0, 30.0, 20.0] * 2)
+
+    def run_job(job: object, environ: object, recorder: ThroughputRecorder) -> int:
+        rate = next(rates)
+        found = [progress.Evaluation(100 / rate, 1, {"accuracy": rate / 20})]
+        recorder.ended(0, progress.Reading(rate=rate, counts_samples=True, metrics=found))
+        return 0
+
+    monkeypatch.setattr(comparison, "run_job", run_job)
+    compared = comparison.Comparison("", [("1", settings), ("2", settings)], {"OMP_NUM_THREADS": "1"},
+                                     str(tmp_path / "out"), repeat=2)
+    assert compare_sizes(compared) == 0
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["ranks", "threads", "samples/s", "speedup", "efficiency", "least", "of", "2", "greatest"],
+        ["1", "1", "10.0", "1.00", "100.0%", "10.0", "12.0"], ["2", "1", "20.0", "2.00", "100.0%", "20.0", "30.0"]]
+    assert (tmp_path / "out.csv").read_text().splitlines()[2] == "2,1,20.0,2.0,1.0,20.0,30.0"
+    assert compare_times(compared, MetricTarget("accuracy", 0.55)) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[1:3] == [["1", "1", "8.333", "0.6", "8.333", "-"], ["2", "1", "3.333", "1.5", "3.333", "5"]]
 
 
 @pytest.mark.slow
