@@ -58,7 +58,7 @@ def _version(package: str) -> str:
     return ""
 
 
-def text(facts: dict[str, Any]) -> str:
+def text(facts: dict[str, Any], *, with_operations: bool) -> str:
     """Return what `build` found, for people."""
     lines = [f"hvdlite {facts['hvdlite']}, Python {facts['python']}, {facts['platform']}", "", "Installed:"]
     lines += [f"    [{'X' if name in facts['installed'] else ' '}] {name} {facts['installed'].get(name, '')}".rstrip()
@@ -68,6 +68,8 @@ def text(facts: dict[str, Any]) -> str:
     for name, plane in facts["planes"].items():
         state = "X" if not plane["missing"] else " "
         lines.append(f"    [{state}] {name} ({plane['device']}): {plane['missing'] or plane['where']}")
+    if not with_operations:
+        return "\n".join([*lines, "", "Operations by plane and dtype: --verbose"])
     lines += ["", "Operations, and the dtypes that work:"]
     width = max(map(len, facts["operations"]))
     for name, cells in facts["operations"].items():
@@ -110,6 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser("python -m hvdlite.diagnose", description="Say what is installed here and what works.")
     parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--verbose", action="store_true", help="also which dtypes each operation takes on each plane")
     parser.add_argument("--markdown", choices=TABLES, help="print a table of the documentation")
     parser.add_argument("--bandwidth", action="store_true", help="measure copies between GPUs, and print JSON")
     options = parser.parse_args(arguments)
@@ -119,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(measure(library.load(os.environ).cuda.runtime)))
     else:
         facts = build(os.environ)
-        print(json.dumps(facts, indent=1) if options.json else text(facts))
+        print(json.dumps(facts, indent=1) if options.json else text(facts, with_operations=options.verbose))
     return 0
 
 

@@ -36,6 +36,7 @@ from hvdlite_runner.options import (
     USAGE_ERROR,
     elastic_limits,
     is_elastic,
+    misplaced,
     parser,
 )
 from hvdlite_runner.output.console import OutputSettings
@@ -65,8 +66,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     if options.check_build:
-        return subprocess.run([*module_command("hvdlite.diagnose"), *(["--json"] if options.json else [])],
-                              check=False).returncode
+        flags = [flag for flag, given in (("--json", options.json), ("--verbose", options.verbose)) if given]
+        return subprocess.run([*module_command("hvdlite.diagnose"), *flags], check=False).returncode
     if options.horovod_check:
         return _check_scripts(options, environ)
     if options.report is not None and (options.report.endswith((".jsonl", ".json")) or (
@@ -86,8 +87,8 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         return run_doctor(_rename_local(hosts, environ) or [Host(LOCAL)], shell,
                           options.working_directory or current_directory(), environ,
                           allocation.scheduler if allocation else "", options.json)
-    if options.until is not None and options.sweep is None:
-        raise LaunchError("--until compares values of an option: give --sweep too, such as --sweep batch-size=64,128,256")
+    if options.until is not None and options.sweep is None and options.scaling is None:
+        raise LaunchError("--until compares runs: give --sweep too, such as --sweep batch-size=64,128, or --scaling 1,2,4")
     if sum([options.scaling is not None, options.sweep is not None, options.profile]) > 1:
         raise LaunchError("give only one of --scaling, --sweep and --profile")
     placement.check_is_alone(environ, _command(options))
@@ -111,21 +112,26 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         code = run_job(settings, environ, observer)
     finally:
         observer.closed(code)
+    if code == USAGE_ERROR and (hint := misplaced(settings.command)):  # what argparse gives a script that does not know it
+        print(f"hvdrun: {hint}", file=sys.stderr)
     return code
 
 
 def _compare(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
     from hvdlite_runner.reports import scaling
+    from hvdlite_runner.reports.comparison import Comparison
     from hvdlite_runner.reports.time_to_target import MetricTarget, compare_times
+    name = ""
     if options.scaling is not None:
-        jobs = scaling.with_equal_threads([(str(size), job_settings(options, environ, size)) for size in options.scaling])
-        return scaling.compare_sizes(jobs, environ, options.results or "scaling")
-    name, values = scaling.parse_sweep(options.sweep)
-    target = None if options.until is None else MetricTarget.parse(options.until)
-    jobs = [(value, job_settings(options, environ, more=[f"--{name}", value])) for value in values]
-    if target is not None:
-        return compare_times(name, target, jobs, environ, options.results or "sweep")
-    return scaling.sweep(name, jobs, environ, options.results or "sweep")
+        jobs = scaling.with_equal_threads([(str(size), job_settings(options, environ, size))
+                                           for size in sorted(options.scaling)])
+    else:
+        name, values = scaling.parse_sweep(options.sweep)
+        jobs = [(value, job_settings(options, environ, more=[f"--{name}", value])) for value in values]
+    compared = Comparison(name, jobs, environ, options.results or ("sweep" if name else "scaling"), options.repeat)
+    if options.until is not None:
+        return compare_times(compared, MetricTarget.parse(options.until))
+    return scaling.sweep(compared) if name else scaling.compare_sizes(compared)
 
 
 def _check_scripts(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
@@ -176,21 +182,22 @@ def job_settings(options: argparse.Namespace, environ: Mapping[str, str], size: 
     if is_elastic(options):
         limits, slots = elastic_limits(options, {**environ, **settings}, hosts)
     else:
-        slots = _assign_slots(_rename_local(hosts, environ), size or options.np)
+        slots = _assign_slots(_rename_local(hosts, environ), size or options.np, command)
         ranks = sum(slots.values())
         limits = Limits(ranks, ranks, ranks, elastic_timeout=math.inf, hosts_are_fixed=True, one_world=True)
         first = next(iter(slots))
         if options.stdin and first != LOCAL:
             raise LaunchError(f"--stdin: rank 0 runs on host {first}, and only a rank of this host can have the standard "
                               "input of hvdrun")
-    control = environment_name("control")
+    control, variables = environment_name("control"), {**environ, **settings}
     made = JobSettings(
         command, limits, slots, options.host_discovery_script if is_elastic(options) else None, options.slots_per_host or 1,
         environ.get("SLURMD_NODENAME", ""), settings, shell, working_directory=options.working_directory or "",
-        start_timeout=timeout_or_inf(Config.from_environment({**environ, **settings}).start_timeout),
+        start_timeout=timeout_or_inf(Config.from_environment(variables).start_timeout),
         grace=options.grace, interfaces=_interfaces(options), coordinator_port=options.coordinator_port,
-        over_tcp=settings.get(control, environ.get(control)) == "tcp", share_cores=int("OMP_NUM_THREADS" not in environ),
-        output=OutputSettings(options.output_filename, options.prefix, options.timestamps, options.show, options.fold),
+        over_tcp=variables.get(control) == "tcp", share_cores=int("OMP_NUM_THREADS" not in variables),
+        output=OutputSettings(options.output_filename, options.prefix, options.timestamps, options.show, options.fold,
+                              options.quiet),
         bind=options.bind, has_input=options.stdin and not is_elastic(options), verbose=options.verbose,
         task_directory=options.task_directory, preemption_script=options.preemption_script or "",
         notice="\n".join(options_without_effect(options)))
@@ -209,8 +216,12 @@ def options_without_effect(options: argparse.Namespace) -> list[str]:
         lines.append("--stdin does nothing in an elastic job: its ranks change")
     elif options.slots_per_host is not None and not options.host_discovery_script:
         lines.append("--slots-per-host does nothing without --host-discovery-script: give the slots with -H host:slots")
+    if options.nproc_per_node is not None and options.host_discovery_script:
+        lines.append("--nproc-per-node does nothing with --host-discovery-script: give --slots-per-host")
     lines += [f"--{name} does nothing here: {why}" for name, (_, why) in MEANINGLESS_FLAGS.items()
               if getattr(options, f"meaningless_{name}") is not None]
+    if options.repeat > 1 and options.sweep is None and options.scaling is None:
+        lines.append("--repeat does nothing without --scaling or --sweep")
     if options.job:
         lines.append("--job does nothing without --leave")
     if not options.mpi:
@@ -227,7 +238,7 @@ def mpi_command(options: argparse.Namespace, environ: Mapping[str, str]) -> list
     """
     command = resolve_command(_command(options), environ.get("PATH"))
     hosts, shell = _hosts(options, environ)
-    slots = _assign_slots(hosts, options.np)
+    slots = _assign_slots(hosts, options.np, command)
     flavour = mpirun.flavour_of(options.mpirun)
     remote = any(host.name != LOCAL for host in _rename_local(hosts, environ))
     return mpirun.mpirun_command(
@@ -242,14 +253,17 @@ def _command(options: argparse.Namespace) -> list[str]:
     command: list[str] = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
         raise LaunchError("there is no command to run; for example: hvdrun -np 2 python train.py")
+    if options.is_module:
+        return [sys.executable, "-m", *command]
     if not options.mpi and (is_elastic(options) or not options.stdin):  # mpirun gives rank 0 the input by itself
         check_input(command)
     return command
 
 
-def _assign_slots(hosts: Sequence[Host], size: int | None) -> dict[str, int]:
+def _assign_slots(hosts: Sequence[Host], size: int | None, command: Sequence[str]) -> dict[str, int]:
     if not hosts and size is None:
-        raise LaunchError("pass the number of ranks with -np N")
+        hint = misplaced(command)
+        raise LaunchError("pass the number of ranks with -np N" + (f"; {hint}" if hint else ""))
     return placement.assign_slots(size, hosts or [Host(LOCAL, size or 1)])
 
 
@@ -267,6 +281,8 @@ def _hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[lis
     if allocation is not None:
         hosts = hosts or allocation.hosts
         program = program or (allocation.shell if allocation.shell != "srun" or shutil.which("srun") else "ssh")
+    if options.nproc_per_node is not None:
+        hosts = [Host(host.name, options.nproc_per_node) for host in hosts] or [Host(LOCAL, options.nproc_per_node)]
     shell = Shell(program or "ssh", options.ssh_port, options.ssh_identity_file, tuple(shlex.split(options.ssh_args)),
                   options.remote_python,
                   timeout_or_inf(Config.from_environment({**environ, **knob_environment(options)}).agent_timeout))
@@ -295,9 +311,15 @@ def _interfaces(options: argparse.Namespace) -> list[str]:
 def _environment(options: argparse.Namespace, environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables for the ranks that follow from the options, after checks."""
     settings = knob_environment(options)
+    for word in options.variables:
+        name, equals, value = word.partition("=")
+        if not name or (not equals and name not in environ):
+            raise LaunchError(f"-x {word}: no variable {name!r} is set here; give its value too, -x VAR=VALUE")
+        settings[name] = value if equals else environ[name]
     Config.from_environment({**environ, **settings})
     if options.horovod_compat:
-        settings["PYTHONPATH"] = os.pathsep.join(filter(None, [_compat_path(), environ.get("PYTHONPATH", "")]))
+        settings["PYTHONPATH"] = os.pathsep.join(filter(None, [
+            _compat_path(), settings.get("PYTHONPATH", environ.get("PYTHONPATH", ""))]))
     interfaces = _interfaces(options)
     if interfaces:
         settings |= {"NCCL_SOCKET_IFNAME": ",".join(interfaces), "GLOO_SOCKET_IFNAME": interfaces[0],

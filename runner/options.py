@@ -52,6 +52,46 @@ ELASTIC_ONLY: Final = ("slots_per_host", "preemption_script", "elastic_timeout",
 """Options that have an effect in elastic jobs only."""
 
 
+SHORT_HELP: Final = """usage: hvdrun -np N [options] command [argument ...]
+       hvdrun -np N [options] -m module [argument ...]
+
+Run N ranks of a training command, on this host or several, and end them
+together. Options of hvdrun come before the command:
+
+    hvdrun -np 2 python train.py --lr 0.1
+
+one job:
+  -np N                    number of ranks (default: the number of slots)
+  --nproc-per-node N       number of ranks on each host, as in torchrun
+  -H HOST:SLOTS,...        hosts (--hostfile FILE; default: the scheduler's)
+  -m MODULE                run a Python module, as python -m does
+  -x VAR[=VALUE]           set an environment variable of the ranks
+  --bind                   bind each rank to its part of the host's cores
+  --horovod-compat         make `import horovod...` import hvdlite
+  --min-np N, --max-np N   elastic: survive losses, scale with the hosts
+
+output:
+  --show rank0 | errors    only rank 0's output, or only standard error
+  --fold                   show a line that several ranks print once
+  -q, --verbose            less, and more, of hvdrun's own lines
+  --output-filename DIR    write each rank's output to DIR/rank.N
+  --monitor                a table: steps/s, waits, memory, the slow rank
+  --record FILE.jsonl      the same figures, once a second, in a file
+
+instead of one job:
+  --doctor [-H HOST,...]   check hosts, and the links between them
+  --check-build            what is installed here, and what works with it
+  --horovod-check FILE.py  what is different from Horovod, line by line
+  --report [JOB]           which ranks of a running job wait for which
+  --profile                where the time of each rank goes
+  --scaling N,N,...        speedup and efficiency by the number of ranks
+  --sweep OPTION=V,V,...   throughput by batch size or another option
+  --until METRIC=VALUE     with these two: the time to an accuracy or a loss
+
+All options, and the knobs of the runtime: hvdrun --help-all"""
+"""One screen: what people use. A test compares it with the parser's options."""
+
+
 class _Parser(argparse.ArgumentParser):
     """A parser that prints errors as one line, without the usage."""
 
@@ -65,11 +105,20 @@ class _Parser(argparse.ArgumentParser):
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
-    result = _Parser("hvdrun", usage="hvdrun -np N [options] command [argument ...]", allow_abbrev=False,
+    result = _Parser("hvdrun", usage="hvdrun -np N [options] command [argument ...]", allow_abbrev=False, add_help=False,
+                     formatter_class=argparse.RawDescriptionHelpFormatter,  # for `SHORT_HELP`
                      description="Run N ranks of a training command, on this host or several, and end them together.")
-    result.add_argument("-v", "--version", action="version", version=__version__)
-    result.add_argument("-np", "-n", "--num-proc", dest="np", type=_positive, metavar="N",
+    result.add_argument("-h", "--help", action="version", version=SHORT_HELP, help="show the options that most jobs need")
+    result.add_argument("--help-all", "--help-knobs", action="help", help="show all options, and the knobs of the runtime")
+    result.add_argument("-v", "--version", action="version", version=__version__, help="show the version")
+    result.add_argument("-np", "-n", "--np", "--num-proc", dest="np", type=_positive, metavar="N",
                         help="number of ranks (default: the number of slots)")
+    result.add_argument("--nproc-per-node", "--nproc_per_node", type=_positive, metavar="N", help="number of ranks on each "
+                        "host, as in torchrun; -H needs no slots then")
+    result.add_argument("-m", dest="is_module", action="store_true", help="the command is a module, as in torchrun: "
+                        "hvdrun -np 2 -m package.train; it is run by the Python of hvdrun")
+    result.add_argument("-x", dest="variables", action="append", default=[], metavar="VAR[=VALUE]", help="set an "
+                        "environment variable of the ranks, on all hosts; without a value, to the one that it has here")
     result.add_argument("--bind", action="store_true", help="bind each rank to an equal part of its host's cores")
     result.add_argument("--stdin", action="store_true", help="give rank 0, which must be on this host, the standard input "
                         "of hvdrun; that of the other ranks is empty")
@@ -80,12 +129,12 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--task-directory", help=argparse.SUPPRESS)  # of hvdlite.run
     _add_instead(result.add_argument_group("instead of one job"))
     _add_hosts(result.add_argument_group("hosts", "default: the allocation of the scheduler, or this host"))
-    _add_elastic(result.add_argument_group("elastic training", "with --min-np, --max-np or --host-discovery-script, a job "
+    _add_elastic(result.add_argument_group("elastic training", "with --min-np, --max-np or --host-discovery-script, a job\n"
                                            "survives the loss of ranks and scales with the hosts"))
     _add_output(result.add_argument_group("output"))
     _add_mpi(result.add_argument_group("data plane"))
     _add_horovods(result)
-    knobs = result.add_argument_group("knobs", "settings of the runtime; each can also be set by the environment variable "
+    knobs = result.add_argument_group("knobs", "settings of the runtime; each can also be set by the environment variable\n"
                                       "HVDLITE_<NAME>")
     for field in dataclasses.fields(Config):
         _add_knob(knobs, field)
@@ -94,14 +143,24 @@ def parser() -> argparse.ArgumentParser:
     return result
 
 
+def misplaced(command: Sequence[str]) -> str:
+    """Return a hint where a command has an option of ours among its arguments, where it is the command's; else ""."""
+    known = parser()._option_string_actions
+    found = [word for word in command[1:] if word.startswith(("--", "-n", "-H")) and word.partition("=")[0] in known]
+    return f"{found[0]} is an argument of the command there: options of hvdrun come before the command, such as " \
+           "hvdrun -np 2 python train.py" if found else ""
+
+
 def _add_instead(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--scaling", metavar="N,N,...", type=_numbers, help="run the command at each number of ranks, and "
                        "print samples/s, speedup and efficiency; write them as CSV and PNG too")
     group.add_argument("--sweep", metavar="OPTION=V,V,...", help="run the command with --OPTION V for each value, and print "
                        "the throughputs and where they saturate; write them as CSV and PNG too")
-    group.add_argument("--until", metavar="METRIC=VALUE", help="with --sweep: print instead after how many epochs and "
-                       "seconds each run reached the value of a metric that the script records with hvd.record_metrics, "
-                       "such as accuracy=0.88 or 'loss<=0.3'; every run goes on to its end")
+    group.add_argument("--until", metavar="METRIC=VALUE", help="with --sweep or --scaling: print instead after how many "
+                       "epochs and seconds each run reached the value of a metric that the script records with "
+                       "hvd.record_metrics, such as accuracy=0.88 or 'loss<=0.3'; every run goes on to its end")
+    group.add_argument("--repeat", type=_positive, metavar="N", default=1, help="with --scaling or --sweep: run each job N "
+                       "times, and print the median run, the least and the greatest figure")
     group.add_argument("--profile", action="store_true", help="run the command, and print where each rank's time went: "
                        "input, forward, backward, waits, optimizer (with torch); write it as CSV and PNG too")
     group.add_argument("--results", metavar="NAME", help="write the results of --scaling, --sweep or --profile to NAME.csv "
@@ -125,8 +184,8 @@ def _add_instead(group: argparse._ArgumentGroup) -> None:
 
 def _add_hosts(group: argparse._ArgumentGroup) -> None:
     which = group.add_mutually_exclusive_group()
-    which.add_argument("-H", "--hosts", metavar="HOST:SLOTS,...", help="hosts and their slots, filled in order; IPv6: "
-                       "[address]:slots")
+    which.add_argument("-H", "--hosts", "--host", metavar="HOST:SLOTS,...", help="hosts and their slots, filled in "
+                       "order; IPv6: [address]:slots")
     which.add_argument("-hostfile", "--hostfile", metavar="FILE", help="read hosts from a file, one per line: host slots=4")
     which.add_argument("--host-discovery-script", metavar="PROGRAM", help="run a program every second and read "
                        "hosts from its output, one per line: host:4 (elastic)")
@@ -188,7 +247,9 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
                        "waits, memory; and worlds, slow ranks, failures; hvdrun --report FILE.jsonl prints what it tells")
     group.add_argument("--metrics", metavar="[ADDRESS:]PORT", help="let Prometheus read the same figures at "
                        "http://ADDRESS:PORT/metrics while the job runs (default: on this host only, 127.0.0.1)")
-    group.add_argument("--verbose", action="store_true", help="print what hvdrun starts, and whole tracebacks")
+    group.add_argument("-q", "--quiet", action="store_true", help="of hvdrun's own lines, print only failures")
+    group.add_argument("--verbose", action="store_true", help="print what hvdrun starts, and whole tracebacks; with "
+                       "--check-build, which dtypes each operation takes on each plane")
 
 
 def _add_mpi(group: argparse._ArgumentGroup) -> None:

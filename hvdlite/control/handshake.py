@@ -22,6 +22,7 @@ from typing import Final
 
 from hvdlite.control.wire import Connection
 from hvdlite.core.errors import ProtocolError
+from hvdlite.core.sockets import SEND_FLAGS
 
 _MAGIC: Final = b"hvdlite\n"
 _GREETING: Final = struct.Struct("!8sI20s")
@@ -117,7 +118,7 @@ class ServerHandshake:
 
     def _send(self, content: bytes) -> None:
         """Send a few bytes, for which the buffer of a new connection has room."""
-        if self._sock.send(content, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL) < len(content):
+        if self._sock.send(content, SEND_FLAGS) < len(content):
             raise ConnectionError("the peer does not read")
 
 

@@ -24,6 +24,7 @@ import msgspec
 
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.launch_contract import NO_STACK_DUMP, StackDumpTarget
+from hvdlite.core.sockets import SEND_FLAGS
 from hvdlite.core.texts import encodable, with_texts
 from hvdlite.negotiation.messages import Decision, DirectMessages, HostReport, Message, Report
 
@@ -138,7 +139,7 @@ class Connection:
         """Hand queued bytes to the operating system, without blocking."""
         while self._unsent:
             try:
-                written = self.socket.send(self._unsent, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+                written = self.socket.send(self._unsent, SEND_FLAGS)
             except BlockingIOError:
                 return
             del self._unsent[:written]

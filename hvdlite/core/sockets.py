@@ -15,6 +15,8 @@ from hvdlite.core.errors import ProtocolError
 _ROOM: Final = 100
 """The longest path, in bytes, that every system accepts for a Unix socket (107 bytes on Linux)."""
 _ANY_PORT: Final = 9  # of a datagram that is never sent: only the route is wanted
+SEND_FLAGS: Final = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)  # macOS has no such flag
+"""Of sends that neither block nor raise SIGPIPE."""
 LOGGED_REFUSALS = 10
 """Peers and reasons that are logged by one listener; other refusals are only counted."""
 

@@ -164,30 +164,35 @@ class StallReport:
         lines += [f"  {stall}" for stall in self.stalls]
         if self.circle:
             lines.append(f"  {named_ranks(sorted(self.circle))} wait for each other in sends and receives")
+        alike: dict[tuple[str, ...], list[int]] = {}
         for rank in sorted({*self.missing, *self.rank_states}):
-            lines += self._rank_lines(rank)
+            alike.setdefault(self._rank_lines(rank), []).append(rank)
+        for (first, *more), ranks in alike.items():
+            others = f"; alike: {named_ranks(ranks[1:])}" if ranks[1:] else ""
+            lines += [f"  rank {ranks[0]} {first}{others}", *more] if first else []
         if self.slowness is not None:
             lines.append(f"  {self.slowness}")
         for name, story in self.stories.items():
             lines += [f"  what happened to '{name}' on rank 0:", *(f"    {line}" for line in story.splitlines())]
         return "\n".join(lines)
 
-    def _rank_lines(self, rank: int) -> list[str]:
+    def _rank_lines(self, rank: int) -> tuple[str, ...]:
+        """Return the lines about a rank, the first one without its name; ("",) if it was asked only for comparison."""
         rank_state = self.rank_states.get(rank, RankState(rank, "unknown", None))
         status = rank_state.status
         if rank in self.missing:
-            lines = [f"  {self.diagnosis(rank)}"]
+            lines = [self.diagnosis(rank).removeprefix(f"rank {rank} ")]
         elif self.stalls and len(self.rank_states) < 2 * len(self.missing) + 2:
-            return []  # asked only for comparison
+            return ("",)
         else:
             location = status.location if status else location_in_dump(rank_state.stacks)
-            lines = [f"  rank {rank} ({rank_state.state}) is in {location}"]
+            lines = [f"({rank_state.state}) is in {location}"]
         if difference := self.difference(rank) if rank in self.missing else "":
             lines.append(f"    {difference}")
         if status is not None:
             lines.append(f"    its last collectives: {', '.join(status.recent[-SHOWN:]) or 'none'}")
         stack = status.stack if status is not None else rank_state.stacks
-        return lines + [f"    {line}" for line in stack.rstrip().splitlines()]
+        return (*lines, *(f"    {line}" for line in stack.rstrip().splitlines()))
 
     def deliver(self, path: str) -> None:
         """Write the report to standard error, and write it to `path` unless that is ""."""

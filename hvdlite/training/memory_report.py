@@ -21,7 +21,8 @@ class MemoryReport:
             `owned` (parameters of a sharded optimizer of which this rank has the state; 0 for others, and not in the table),
             `buckets` (gradients that lie in hvdlite's buckets), `staging` (hvdlite's memory for other tensors, with its
             mailboxes), `process` (what the process has in memory now, all in all; 0 where that is not known), `peak` (the
-            most it has had).
+            most it has had). Activations are in the last two only: a batch of one size does not tell what a sample needs;
+            `hvdrun --sweep batch-size=...` does.
         note: why ranks own unequal parts, if one parameter is the reason; it ends the table.
     """
 

@@ -31,6 +31,7 @@ from hvdlite.core.config import environment_name
 from hvdlite.core.errors import ProtocolError
 from hvdlite.core.own_programs import NOT_HERE
 from hvdlite.core.system_limits import explained
+from hvdlite_runner.host.processes import exit_code
 from hvdlite_runner.messages import (
     PING_SECONDS,
     QUIET,
@@ -285,8 +286,7 @@ class RemoteAgent:
     def _end_shell(self, seconds: float) -> bool:
         """Wait for the remote shell and kill what is left in its group; return whether it has ended by itself."""
         until = time.monotonic() + seconds
-        while (is_alive := self._process.returncode is None and os.waitid(
-                os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None) and time.monotonic() < until:
+        while (is_alive := exit_code(self._process) is None) and time.monotonic() < until:
             time.sleep(_LOOK_SECONDS)
         if self._process.returncode is None:  # not reaped: no other group has its id
             with contextlib.suppress(ProcessLookupError, PermissionError):

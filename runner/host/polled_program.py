@@ -26,6 +26,7 @@ from typing import IO, Final, Generic, Protocol, TypeVar
 
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.system_limits import explained
+from hvdlite_runner.host.processes import exit_code
 from hvdlite_runner.placement import parse_host
 
 T = TypeVar("T")
@@ -100,7 +101,7 @@ class PolledProgram(Generic[T]):
                 if now >= self._due:
                     self._start(now)
                 return None
-            ended = os.waitid(os.P_PID, self._run.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+            ended = exit_code(self._run.process) is not None
             return self._result(self._run, is_overdue=not ended) if ended or now >= self._run.until else None
         except LaunchError as error:
             if is_needed:

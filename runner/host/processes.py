@@ -64,10 +64,7 @@ class RankProcess:
 
     def exit_code(self) -> int | None:
         """Return the exit code (negative: killed by that signal), or None while it runs."""
-        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is None:
-            return None
-        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+        return exit_code(self._process)
 
     def send(self, signum: int) -> None:
         """Send a signal to the rank and the processes of its group.
@@ -180,6 +177,19 @@ class Reaper:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # the reaper was killed; the job does not depend on it
             self._process.stdin.write(line)
+
+
+def exit_code(process: subprocess.Popen[bytes]) -> int | None:
+    """Return the exit code of a process (negative: killed by that signal), which is not reaped, or None while it runs.
+
+    On macOS before Python 3.13 it is reaped.
+    """
+    if process.returncode is not None or not hasattr(os, "waitid"):
+        return process.poll()
+    ended = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if ended is None:
+        return None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 
 def _unused_limit() -> int:

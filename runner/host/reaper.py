@@ -28,6 +28,9 @@ TIMEOUT_SECONDS = 8.0
 """Seconds to go on killing; a process that keeps forking faster is given up."""
 LOOK_SECONDS = 1.0
 """Seconds between two looks at a launcher that may be stopped."""
+PROC = "/proc"
+"""Where Linux tells of processes; elsewhere `ps` does, and a process that has left its rank's group and lost its parent is
+not found."""
 
 
 class Process(NamedTuple):
@@ -37,36 +40,54 @@ class Process(NamedTuple):
     group: int
     session: int
     state: str  # Z and X: has ended, and cannot be killed
-    start: int = 0  # when it was started, in ticks since the host's start; a process id is used again later
+    start: int = 0  # when it was started, in ticks since the host's start, or seconds (`ps`); a process id is used again
 
 
 def _pids() -> list[int]:
     """Return the ids of all processes; none on systems other than Linux."""
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()] if os.path.isdir("/proc") else []
+    return [int(name) for name in os.listdir(PROC) if name.isdigit()] if os.path.isdir(PROC) else []
 
 
 def _content(pid: int, name: str) -> bytes:
     """Return a file of a process in /proc; b"" when the process is gone, or somebody else's."""
     try:
-        with open(f"/proc/{pid}/{name}", "rb") as file:
+        with open(f"{PROC}/{pid}/{name}", "rb") as file:
             return file.read()
     except OSError:
         return b""
 
 
 def process_table() -> dict[int, Process]:
-    """Return all processes by id; none on systems other than Linux."""
+    """Return all processes by id."""
+    if not os.path.isdir(PROC):
+        return _listed("-ax")
     return {pid: process for pid in _pids() if (process := look_up(pid)) is not None}
 
 
 def look_up(pid: int) -> Process | None:
-    """Return a process, or None when it is gone; always None on systems other than Linux."""
+    """Return a process, or None when it is gone."""
+    if not os.path.isdir(PROC):
+        return _listed("-p", str(pid)).get(pid)
     fields = _content(pid, "stat").rpartition(b")")[2].split()  # names contain any character
     try:
         parent, group, session = map(int, fields[1:4])
         return Process(parent, group, session, fields[0].decode(), int(fields[19]))
     except (ValueError, IndexError):
         return None
+
+
+def _listed(*which: str) -> dict[int, Process]:
+    """Return processes by id as `ps` lists them where there is no /proc; their sessions are not known."""
+    import subprocess  # only here: this program starts in milliseconds
+    found = {}
+    command = ["env", "LC_ALL=C", "ps", *which, "-o", "pid=,ppid=,pgid=,state=,lstart="]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as ps:
+        assert ps.stdout is not None
+        for line in ps.stdout:
+            pid, parent, group, state, *start = line.split()
+            found[int(pid)] = Process(int(parent), int(group), 0, state[0], int(time.mktime(time.strptime(" ".join(start)))))
+    found.pop(ps.pid, None)
+    return found
 
 
 def handles(pid: int, signum: int) -> bool:

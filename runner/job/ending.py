@@ -191,7 +191,7 @@ class Cause:
         Args:
             tracebacks: the last text on a rank's standard error, where it is one.
         """
-        printed = {each.key: tracebacks[each.key] for each in exits if each.code == 1 and each.key in tracebacks}
+        printed = {each.key: tracebacks[each.key] for each in exits if each.code in (1, 2) and each.key in tracebacks}
         own = printed.get(self.exit.key)
         record = self.record or (None if own is None else printed_record(self.exit.key, own))
         alike = tuple(key for key in self.consequences if own is not None and printed.get(key) == own)

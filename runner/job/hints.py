@@ -39,11 +39,11 @@ def rest_of_message(message: str) -> list[str]:
 def printed_record(key: int, traceback: str) -> FailureRecord | None:
     """Return the record of a process that has printed a traceback, and has written none.
 
-    None if more follows the traceback: the process may have handled the exception, and ended for another reason.
+    None if there is none, or if more follows it: the process may have handled the exception, and ended for another reason.
     """
     lines = traceback.rpartition("Traceback (most recent call last):\n")[2].splitlines()
     error, *more = [line for line in lines if line and line[0] not in " \t"] or lines[-1:] or [""]
-    if more:
-        return None
     kind, _, message = error.partition(": ")
+    if more or not kind.replace(".", "").isidentifier():
+        return None
     return FailureRecord(key, key, 0.0, kind.rpartition(".")[2], message, traceback, shown=True)

@@ -138,7 +138,7 @@ class Job:
         if ended.key >= 0:
             self._output.console.reveal(ended.key)
         for line in ended.lines:
-            self._output.note(line)
+            self._output.note(line, is_failure=True)
         if ended.reason:
             self._task.write_cause(ended.key, ended.reason)
         return ended.code

@@ -25,7 +25,12 @@ BLOCK_SECONDS: Final = 1.0
 WITHHELD: Final = 40
 """The number of last lines that are kept of a hidden stream, to show them if its rank fails."""
 
-_TRACEBACK: Final = re.compile(r"(\[rank\d+\]: )?Traceback \(most recent call last\):")  # torch names the rank
+_FAILURE: Final = re.compile(  # torch names the rank; a SyntaxError of the script; argparse; Python without its program
+    r"(\[rank\d+\]: )?Traceback \(most recent call last\):|  File \".*\", line \d+|usage: .*|"
+    r"\S*python\S*: (No module named|can't) .*")
+"""The first line of what a rank writes when it fails: a traceback, or what stands for one."""
+_OF_OTHERS: Final = re.compile(r".*\[\d+\] hvdlite ERROR: rank \d+: rank \d+ failed with .*")
+"""What a rank logs of another rank's failure, which hvdrun names itself."""
 _RANK: Final = re.compile(r"^\[rank\d+\]: ", re.MULTILINE)
 Key = tuple[int, str]
 """A rank and the name of one of its streams, "stdout" or "stderr"."""
@@ -41,6 +46,7 @@ class OutputSettings:
         timestamps: whether lines begin with the time.
         show: "all", "rank0" or "errors".
         fold: whether a line that several ranks print is shown once.
+        quiet: whether of hvdrun's own lines only failures are shown.
     """
 
     directory: str | None = None
@@ -48,6 +54,7 @@ class OutputSettings:
     timestamps: bool = False
     show: str = "all"
     fold: bool = False
+    quiet: bool = False
 
 
 @dataclasses.dataclass
@@ -82,7 +89,8 @@ class Console:
     with it, so that the next segment of the same stream overwrites it; output of another stream begins on a new line
     instead. The time is linear in the length of the output.
 
-    The lines from a traceback on, until the rank ends, are one block. Equal blocks of several ranks are written once.
+    The lines from a traceback on (or a SyntaxError, or a usage), until the rank ends, are one block. Equal blocks of several
+    ranks are written once.
 
     A process has a key: its rank, or in an elastic job its member's id.
 
@@ -191,6 +199,8 @@ class Console:
         body, was_cut = "".join(stream.unfinished), stream.is_cut
         stream.unfinished, stream.length, stream.is_cut = [], 0, not end
         rank, name = key
+        if name == "stderr" and end == "\n" and _OF_OTHERS.fullmatch(body):
+            return
         if name == "stderr" and not stream.block:
             self.last_blocks.pop(rank, None)
         if not body and (end == "\r" or (was_cut and self._cursor_of != key)):
@@ -200,7 +210,7 @@ class Console:
         if not self._shown(rank, name):
             if end != "\r":
                 self._withheld.setdefault(key, deque(maxlen=WITHHELD)).append(body)
-        elif end == "\n" and not was_cut and (stream.block or (name == "stderr" and _TRACEBACK.fullmatch(body))):
+        elif end == "\n" and not was_cut and (stream.block or (name == "stderr" and _FAILURE.fullmatch(body))):
             stream.block_until = stream.block_until if stream.block else self._clock() + BLOCK_SECONDS / 2
             stream.block.append(body)
         elif self.fold > 1 and end == "\n" and not was_cut:

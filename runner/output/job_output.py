@@ -158,10 +158,15 @@ class JobOutput:
         if event.unbound:
             self.note(f"{who}{where} may run on any core: this system does not bind it to some (--bind): {event.unbound}")
 
-    def note(self, text: str) -> None:
-        """Write a line of hvdrun's own; what it quotes of other programs cannot control the terminal."""
+    def note(self, text: str, *, is_failure: bool = False) -> None:
+        """Write a line of hvdrun's own; what it quotes of other programs cannot control the terminal.
+
+        Args:
+            is_failure: whether it is written with `-q`, too.
+        """
         self._observer.noted(text)
-        self.console.note(printable(f"hvdrun: {text}"))
+        if is_failure or not self._settings.quiet:
+            self.console.note(printable(f"hvdrun: {text}"))
 
     def close_files(self, key: int) -> None:
         """Close the files of a process that has ended."""
@@ -196,7 +201,7 @@ class JobOutput:
 
         is_written = self._streams.flush(patience, gives_up)
         if not is_written:
-            self.note(f"the last {self._streams.lost():,} bytes of output were not read, and are lost")
+            self.note(f"the last {self._streams.lost():,} bytes of output were not read, and are lost", is_failure=True)
             self._streams.flush(READER_SECONDS_AFTER_SIGNAL, lambda: False)
         self._streams.close()
         if not user_signal and later_signal():
@@ -206,11 +211,11 @@ class JobOutput:
     def _failed(self, target: OutputTarget) -> None:
         """Inform the user, once, that a stream or a file gets nothing more."""
         if target.label.startswith("standard"):
-            self.note(f"{target.label}: {target.reason()}; the job goes on without it")
+            self.note(f"{target.label}: {target.reason()}; the job goes on without it", is_failure=True)
         elif not self._a_file_failed:
             self._a_file_failed = True
             self.note(f"--output-filename {self._settings.directory}: {target.label}: {target.reason()}; the file "
-                      "ends here, and others may too")
+                      "ends here, and others may too", is_failure=True)
 
     def _write(self, name: str, text: str) -> None:
         self._observer.clear_table()

@@ -28,8 +28,8 @@ _SMALL: Final = {"files": (1024, "", "each rank opens some hundred files and soc
 """For each limit: the value below which to warn, the library it matters to, and the advice."""
 _NCCL: Final = ("NCCL (nvidia-nccl-cu12)", "NCCL (nvidia-nccl-cu13)")
 
-_FAST_LINK: Final = 0.9e9
-"""Bytes per second: of links that are not slow for data-parallel training."""
+_MODELS: Final = {"ResNet-50": 102.4e6, "GPT-2 (124 M)": 496e6}
+"""Bytes of gradients in float32, as in docs/slow-links.md."""
 
 
 def run_doctor(hosts: Sequence[Host], shell: Shell, directory: str, environ: Mapping[str, str], scheduler: str,
@@ -151,11 +151,23 @@ def text(found: Mapping[str, Any]) -> list[str]:
         lines += [f"    {pair['from']} - {pair['to']}: " + (pair.get("problem") or
                   f"round trip {pair['round_trip_seconds'] * 1e6:,.0f} us, {pair['bytes_per_second'] / 1e6:,.0f} MB/s")
                   for pair in found["pairs"]]
-        slowest = min((pair["bytes_per_second"] for pair in found["pairs"] if "problem" not in pair), default=_FAST_LINK)
-        if slowest < _FAST_LINK:
-            lines.append(f"    gradients of 25 million parameters in float32 take {0.1e9 / slowest:.2g} s a step over the "
-                         "slowest of these links; if that is long beside a step, see docs/slow-links.md")
+        rates = [pair["bytes_per_second"] for pair in found["pairs"] if "problem" not in pair]
+        count = max(2, len(found["hosts"]))
+        if rates:
+            lines.append(f"what {count} hosts bring over one, by the slowest of these links, without overlap with backward:")
+        for name, size in _MODELS.items() if rates else ():
+            seconds = exchange_seconds(size, min(rates), count)
+            lines.append(f"    {name}, {size / 1e6:,.0f} MB of gradients: {seconds:.2g} s more in each step; faster than "
+                         f"one host if its step takes more than {seconds / (count - 1):.2g} s, else see docs/slow-links.md")
     return lines
+
+
+def exchange_seconds(size: float, bytes_per_second: float, hosts: int) -> float:
+    """Return how much longer a step takes with hosts that each send `size` bytes of gradients over one link.
+
+    N hosts train faster than one if a step of one takes longer than this divided by N - 1.
+    """
+    return 2 * (hosts - 1) / hosts * size / bytes_per_second
 
 
 def _host_lines(facts: Mapping[str, Any]) -> Iterator[str]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import socket
 import tempfile
+import time
 from pathlib import Path
 
 import msgspec
@@ -70,13 +72,23 @@ def find_job(job: str, served: str = REPORT_SOCKET, option: str = "--report",
     if running and not job:
         if len(running) == 1:
             return next(iter(running.values()))
-        raise LaunchError(f"several jobs are running on this host; choose one with {option} PID: "
-                          f"{', '.join(sorted(running))}")
+        raise LaunchError("\n".join([f"several jobs are running on this host; choose one with {option} PID:",
+                                     *(_summary(pid, path / served) for pid, path in sorted(running.items()))]))
     others = sorted({pid for pid, path in jobs if pid not in running and Path("/proc", pid).exists() and (
         served != REPORT_SOCKET or not (path / PROCESSES_FILE).exists())})
     told = (f"hvdrun process {job} has no running job on this host; running: {', '.join(running) or 'none'}" if job
             else "no job that you started with hvdrun is running on this host")
     raise LaunchError(told + (f". {otherwise.format(', '.join(others))}" if others else ""))
+
+
+def _summary(pid: str, served: Path) -> str:
+    """Return a line about a job: its hvdrun, its age, how many ranks it has on this host, and its command."""
+    try:
+        age = datetime.timedelta(seconds=round(time.time() - served.stat().st_mtime))
+        command = Path("/proc", pid, "cmdline").read_bytes().rstrip(b"\0").split(b"\0")[1:]
+        return f"    {pid}  {age}  {len(_probe(served.parent).ranks)} ranks  {os.fsdecode(b' '.join(command))}"
+    except (OSError, LaunchError):  # it ends or begins just now, or there is no /proc
+        return f"    {pid}"
 
 
 def _is_own(path: Path) -> bool:

@@ -9,32 +9,23 @@ plots as PNG.
 
 from __future__ import annotations
 
-import csv
 import dataclasses
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
 
 from hvdlite.core.config import environment_name
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import OUTPUT_LOST
 from hvdlite.core.ledger import Ledger
-from hvdlite.diagnostics.progress import Reading
 from hvdlite.diagnostics.slowness import diagnose
 from hvdlite_runner.host.commands import cores
 from hvdlite_runner.job.loop import run_job
 from hvdlite_runner.job.settings import JobSettings
-from hvdlite_runner.options import USAGE_ERROR
+from hvdlite_runner.reports.comparison import Comparison, Jobs, Readings, Runs, show_table, write_csv, write_plot
 from hvdlite_runner.reports.monitor import ThroughputRecorder
 
 SATURATED: Final = 0.9
 """Throughput saturates at the smallest value that reaches this share of the best one."""
-
-Jobs = Sequence[tuple[str, JobSettings]]
-"""Each run's value and job."""
-T = TypeVar("T")
-Readings = Mapping[int, Reading]
-"""Of each rank: its last reading."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +37,7 @@ class Throughput:
     peak: int = 0  # bytes of memory of the rank that used most
     running: float = 0.0  # the share of time in which the threads that train were running, over all ranks
     waits: float = 0.0  # and in waits for collectives
+    step: float = 0.0  # samples of a step of a rank, on average; 0 where they are not counted
 
     @classmethod
     def of(cls, readings: Readings) -> Throughput:
@@ -63,7 +55,9 @@ class Throughput:
         seconds = sum(ledger.seconds for ledger in ledgers) or 1.0
         return cls(sum(rates), "samples/s" if counted else "batches/s",
                    max(reading.peak for reading in readings.values()),
-                   sum(ledger.cpu for ledger in ledgers) / seconds, sum(ledger.blocked for ledger in ledgers) / seconds)
+                   sum(ledger.cpu for ledger in ledgers) / seconds, sum(ledger.blocked for ledger in ledgers) / seconds,
+                   sum(reading.samples for reading in readings.values())
+                   / max(1, sum(reading.steps for reading in readings.values())) if counted else 0.0)
 
 
 def with_equal_threads(jobs: Jobs) -> Jobs:
@@ -72,8 +66,8 @@ def with_equal_threads(jobs: Jobs) -> Jobs:
     return [(value, dataclasses.replace(settings, share_cores=most * settings.share_cores)) for value, settings in jobs]
 
 
-def compare_sizes(jobs: Jobs, environ: Mapping[str, str], results: str) -> int:
-    """Run each job and print ranks, threads, throughput, speedup and scaling efficiency; write `results`.csv and .png.
+def compare_sizes(compared: Comparison) -> int:
+    """Run each job and print ranks, threads, throughput, speedup and scaling efficiency; write them as CSV and PNG.
 
     Efficiency is throughput(N) / (N x throughput(1)); without a run at 1, the smallest size is the reference.
 
@@ -83,20 +77,25 @@ def compare_sizes(jobs: Jobs, environ: Mapping[str, str], results: str) -> int:
     Raises:
         LaunchError: when a job has too few steps, or the results cannot be written.
     """
-    rows, code = run_each(sorted(jobs, key=lambda job: int(job[0])), lambda size: f"{size} rank{'s' if size != '1' else ''}",
-                          environ, lambda size, readings: (int(size), Throughput.of(readings)))
-    if not rows:
+    runs, code = compared.run(lambda size, readings: (int(size), Throughput.of(readings)), lambda row: row[1].rate)
+    if not runs:
         return code
-    table = scaling_rows(rows)
-    threads = environ.get("OMP_NUM_THREADS") or str(max(1, cores() // jobs[0][1].share_cores))
-    head = ["ranks", "threads", rows[0][1].unit, "speedup", "efficiency"]
-    show_table(head, [[f"{size}", threads, f"{rate:,.1f}", f"{speedup:.2f}", f"{share:.1%}"]
-                      for size, rate, speedup, share in table])
-    write_csv(f"{results}.csv", head, [(size, threads, *rest) for size, *rest in table])
+    rows = [each.median for each in runs]
+    table, unit = scaling_rows(rows), rows[0][1].unit
+    threads = compared.environ.get("OMP_NUM_THREADS") or str(max(1, cores() // compared.jobs[0][1].share_cores))
+    head = ["ranks", "threads", unit, "speedup", "efficiency", *compared.spread_head()]
+    show_table(head, [[f"{size}", threads, f"{rate:,.1f}", f"{speedup:.2f}", f"{share:.1%}", *_shown(each)]
+                      for (size, rate, speedup, share), each in zip(table, runs, strict=True)])
+    write_csv(f"{compared.results}.csv", head, [(size, threads, *rest, *each.spread)
+                                                for (size, *rest), each in zip(table, runs, strict=True)])
     sizes = [row[0] for row in table]
-    _plot(f"{results}.png", sizes, [row[1] for row in table], "ranks", head[2],
+    _plot(f"{compared.results}.png", sizes, [row[1] for row in table], "ranks", unit,
           [rows[0][1].rate / rows[0][0] * size for size in sizes])
     return code
+
+
+def _shown(runs: Runs[Any]) -> list[str]:
+    return [f"{rate:,.1f}" for rate in runs.spread]
 
 
 def scaling_rows(rows: Sequence[tuple[int, Throughput]]) -> list[tuple[int, float, float, float]]:
@@ -119,23 +118,36 @@ def parse_sweep(text: str) -> tuple[str, list[str]]:
     return name.lstrip("-"), chosen
 
 
-def sweep(name: str, jobs: Jobs, environ: Mapping[str, str], results: str) -> int:
+def sweep(compared: Comparison) -> int:
     """Run each job, and print its throughput and the value where it saturates; write and return like `compare_sizes`."""
-    rows, code = run_each(jobs, lambda value: f"--{name} {value}", environ,
-                          lambda value, readings: (value, Throughput.of(readings)))
-    if not rows:
+    runs, code = compared.run(lambda value, readings: (value, Throughput.of(readings)), lambda row: row[1].rate)
+    if not runs:
         return code
+    rows = [each.median for each in runs]
     best = max(measured.rate for _, measured in rows)
-    head = [name, rows[0][1].unit, "of the best", "memory, MiB", "running", "in waits"]
+    head = [compared.name, rows[0][1].unit, "of the best", "memory, MiB", "running", "in waits", *compared.spread_head()]
     show_table(head, [[value, f"{measured.rate:,.1f}", f"{measured.rate / best:.1%}", f"{measured.peak / 2**20:,.0f}",
-                       f"{measured.running:.1%}", f"{measured.waits:.1%}"] for value, measured in rows])
-    if len(rows) > 1:
-        print(f"hvdrun: {summary(name, rows)}")
-    write_csv(f"{results}.csv", head, [
-        (value, measured.rate, measured.rate / best, measured.peak / 2**20, measured.running, measured.waits)
-        for value, measured in rows])
-    _plot(f"{results}.png", [value for value, _ in rows], [measured.rate for _, measured in rows], name, head[1], None)
+                       f"{measured.running:.1%}", f"{measured.waits:.1%}", *_shown(each)]
+                      for (value, measured), each in zip(rows, runs, strict=True)])
+    for line in [summary(compared.name, rows), *notes(compared.name, rows)] if len(rows) > 1 else []:
+        print(f"hvdrun: {line}")
+    write_csv(f"{compared.results}.csv", head, [
+        (value, measured.rate, measured.rate / best, measured.peak / 2**20, measured.running, measured.waits, *each.spread)
+        for (value, measured), each in zip(rows, runs, strict=True)])
+    _plot(f"{compared.results}.png", [value for value, _ in rows], [measured.rate for _, measured in rows], compared.name,
+          head[1], None)
     return code
+
+
+def notes(name: str, rows: Sequence[tuple[str, Throughput]]) -> Iterator[str]:
+    """Yield what follows from the samples of a step: whether the option changed them, and how memory grows with them."""
+    least, most = (choose((measured for _, measured in rows), key=lambda each: each.step) for choose in (min, max))
+    if least.step == most.step > 0 and "batch" in name:
+        yield f"a step had {most.step:g} samples at each {name}: does the script read --{name}?"
+    if most.step > least.step > 0 and most.peak > least.peak:
+        grown = (most.peak - least.peak) / (most.step - least.step) / 2**20
+        yield (f"memory grows by {grown:.3g} MiB a sample: the peak of one process, between {least.step:g} and "
+               f"{most.step:g} samples of a step")
 
 
 def saturation(rows: Sequence[tuple[str, Throughput]]) -> str:
@@ -155,36 +167,6 @@ def summary(name: str, rows: Sequence[tuple[str, Throughput]]) -> str:
     return f"throughput saturates at {name} {where}: {best[1]}, the fastest value, gains {best[0] / rate - 1:.1%}"
 
 
-def run_each(jobs: Jobs, describe: Callable[[str], str], environ: Mapping[str, str],
-             read: Callable[[str, Readings], T]) -> tuple[list[T], int]:
-    """Run one job after the other, as long as none fails.
-
-    Args:
-        read: makes a result of a job's value and its ranks' last readings; a `LaunchError` of it is a failure.
-
-    Returns:
-        The results of the jobs that succeeded; and 0, or the exit code of the one that failed.
-
-    Raises:
-        LaunchError: when `read` fails for the first job.
-    """
-    results: list[T] = []
-    for value, settings in jobs:
-        print(f"hvdrun: {describe(value)}", file=sys.stderr, flush=True)
-        recorder = ThroughputRecorder()
-        code = run_job(settings, environ, recorder)
-        if code not in (0, OUTPUT_LOST):
-            return results, code
-        try:
-            results.append(read(value, recorder.ranks))
-        except LaunchError as error:
-            if not results:
-                raise
-            print(f"hvdrun: {describe(value)}: {error}", file=sys.stderr)
-            return results, USAGE_ERROR
-    return results, 0
-
-
 def _plot(path: str, xs: Sequence[object], rates: Sequence[float], label: str, unit: str,
           ideal: Sequence[float] | None) -> None:
     def draw(figure: Any) -> None:
@@ -197,53 +179,6 @@ def _plot(path: str, xs: Sequence[object], rates: Sequence[float], label: str, u
         axes.set_xticks(where, [str(x) for x in xs])
         axes.set(xlabel=label, ylabel=unit, ylim=(0, None))
     write_plot(path, (6, 4), draw)
-
-
-def show_table(head: Sequence[str], cells: Sequence[Sequence[str]]) -> None:
-    """Print a table with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(head, *cells, strict=True)]
-    for row in (head, *cells):
-        print("  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True)))
-
-
-def write_csv(path: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """Write a table to a file.
-
-    Raises:
-        LaunchError: when that is not possible.
-    """
-    def write() -> None:
-        with open(path, "w", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerows([head, *rows])
-    _write(path, write)
-
-
-def write_plot(path: str, size: tuple[float, float], draw: Callable[[Any], None]) -> None:
-    """Write a plot to a file, if matplotlib is installed; else print how to install it.
-
-    Args:
-        size: width and height in inches.
-        draw: draws in a `matplotlib.figure.Figure`.
-
-    Raises:
-        LaunchError: when the file cannot be written.
-    """
-    try:
-        from matplotlib.figure import Figure  # only here: no display, no global state
-    except ImportError:
-        print(f"hvdrun: no plot {path}: pip install matplotlib", file=sys.stderr)
-        return
-    figure = Figure(figsize=size, layout="constrained")
-    draw(figure)
-    _write(path, lambda: figure.savefig(path, dpi=120))
-
-
-def _write(path: str, write: Callable[[], None]) -> None:
-    try:
-        write()
-    except OSError as error:
-        raise LaunchError(f"cannot write {path}: {error.strerror}") from None
-    print(f"hvdrun: wrote {path}", file=sys.stderr)
 
 
 PARTS: Final = ("input", "forward", "backward", "waits", "optimizer", "other")

@@ -1,4 +1,4 @@
-"""`hvdrun --sweep ... --until`: after how many epochs and seconds each run reaches a value of a metric, such as an accuracy.
+"""`hvdrun --sweep ... --until`, `--scaling ... --until`: epochs and seconds after which each run reaches a metric's value.
 
 Scripts record the metric themselves, after each evaluation (`hvd.record_metrics`). Every run goes on to its end, because its
 last metrics are compared too.
@@ -9,12 +9,12 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from hvdlite.core.errors import LaunchError
 from hvdlite.diagnostics.progress import Evaluation
-from hvdlite_runner.reports.scaling import Jobs, Readings, run_each, show_table, write_csv, write_plot
+from hvdlite_runner.reports.comparison import Comparison, Readings, show_table, write_csv, write_plot
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,13 +76,18 @@ class RunMetrics:
         """Return the first evaluation that reached a target, if there is one."""
         return next((each for each in self.evaluations if target.is_reached(each.metrics)), None)
 
+    def seconds(self, target: MetricTarget) -> float:
+        """Return the seconds to a target; infinite if it was not reached."""
+        found = self.reached(target)
+        return math.inf if found is None else found.seconds
+
     def last(self, metric: str) -> float | None:
         """Return the last value of a metric, if it was recorded."""
         return next((each.metrics[metric] for each in reversed(self.evaluations) if metric in each.metrics), None)
 
 
-def compare_times(name: str, target: MetricTarget, jobs: Jobs, environ: Mapping[str, str], results: str) -> int:
-    """Run each job; print the epochs and seconds to the target and the last metrics; write `results`.csv and .png.
+def compare_times(compared: Comparison, target: MetricTarget) -> int:
+    """Run each job; print the epochs and seconds to the target and the last metrics; write them as CSV and PNG.
 
     Seconds are counted from `hvd.init()` and include evaluations.
 
@@ -92,18 +97,33 @@ def compare_times(name: str, target: MetricTarget, jobs: Jobs, environ: Mapping[
     Raises:
         LaunchError: when a script does not record the metric, or the results cannot be written.
     """
-    runs, code = run_each(jobs, lambda value: f"--{name} {value}", environ,
-                          lambda value, readings: RunMetrics.of(value, readings, target))
-    if not runs:
+    repeated, code = compared.run(lambda value, readings: RunMetrics.of(value, readings, target),
+                                  lambda run: run.seconds(target))
+    if not repeated:
         return code
+    name, runs = compared.name or "ranks", [each.median for each in repeated]
     head, table = rows(name, target, runs)
-    show_table(head, [[value, "not reached" if epochs is None else f"{epochs:g}", *("-" if cell is None else f"{cell:.4g}"
-                                                                                    for cell in cells)]
-                      for value, epochs, *cells in table])
-    print(f"hvdrun: {summary(name, target, runs)}")
-    write_csv(f"{results}.csv", head, [["" if cell is None else cell for cell in row] for row in table])
-    write_plot(f"{results}.png", (9, 4), lambda figure: _draw(figure, name, target, runs))
+    head += compared.spread_head(" seconds")
+    spreads = [[None if math.isinf(each) else each for each in one.spread] for one in repeated]
+    show_table(head, [[value, "not reached" if epochs is None else f"{epochs:g}",
+                       *("-" if cell is None else f"{cell:.4g}" for cell in [*cells, *spread])]
+                      for (value, epochs, *cells), spread in zip(table, spreads, strict=True)])
+    for line in [summary(name, target, runs), *notes(compared, runs)]:
+        print(f"hvdrun: {line}")
+    write_csv(f"{compared.results}.csv", head, [["" if cell is None else cell for cell in [*row, *spread]]
+                                                for row, spread in zip(table, spreads, strict=True)])
+    write_plot(f"{compared.results}.png", (9, 4), lambda figure: _draw(figure, name, target, runs))
     return code
+
+
+def notes(compared: Comparison, runs: Sequence[RunMetrics]) -> Iterator[str]:
+    """Yield what makes the comparison doubtful: runs that are alike, and one learning rate for all batch sizes."""
+    recorded = [[each.metrics for each in run.evaluations] for run in runs]
+    if compared.name and len(runs) > 1 and all(each == recorded[0] for each in recorded):
+        yield f"all runs recorded the same metrics: does the script read --{compared.name}?"
+    if "batch" in compared.name and not any(word.startswith("--base-batch-size") for word in compared.jobs[0][1].command):
+        yield (f"the learning rate is the same at each {compared.name} unless the script scales it, as the examples do with "
+               "--base-batch-size")
 
 
 def rows(name: str, target: MetricTarget, runs: Sequence[RunMetrics]) -> tuple[list[str], list[list[Any]]]:

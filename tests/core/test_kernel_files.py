@@ -113,3 +113,16 @@ def test_a_job_works_where_the_kernel_refuses_them(error: int, tmp_path: Path) -
     assert ended.returncode == 0 and ended.stdout.count("reduced") == 2, ended
     assert ended.stderr.count("the memory that ranks share is a file in") == 1 and "Traceback" not in ended.stderr, ended
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("plane", ["shm", "gloo"])
+def test_a_job_works_with_what_a_mac_has(plane: str) -> None:
+    path = os.pathsep.join([str(Path(__file__).parent / "macos"), PYTHON_PATH])  # with a sitecustomize
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:  # a short path: the names of Unix sockets are limited
+        ended = subprocess.run([*HVDRUN, "-np", "2", "--cpu-operations", plane, sys.executable, "-m",
+                                "tests.chaos.programs.reducing", "100000"],
+                               env={**clean_environment(), "PYTHONPATH": path, "TMPDIR": folder}, cwd=ROOT,
+                               capture_output=True, text=True, timeout=2 * HANGS_SECONDS, check=False)
+        assert not os.listdir(folder)
+    assert ended.returncode == 0 and ended.stdout.count("reduced") == 2, ended
+    assert ended.stderr.count("the memory that ranks share is a file in") == 1 and "Traceback" not in ended.stderr, ended

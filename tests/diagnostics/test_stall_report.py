@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -59,6 +60,13 @@ def test_a_report_names_ranks_places_and_sequences_in_both_forms() -> None:
     assert data["diagnosis"] == [report.diagnosis(rank) for rank in (1, 2, 3)]
     assert data["ranks"]["2"]["last_collectives"] == ["w", "eval"] and not data["ranks"]["3"]["answered"]
     assert json.loads(json.dumps(data)) == data
+
+
+def test_ranks_that_are_alike_are_described_once() -> None:
+    states = {rank: RankState(rank, "alive", status("w", "x", waiting=("x",))) for rank in (0, 1, 3)}
+    text = StallReport([Stall("x", 61.0, (0, 1, 3), (2,))], {**states, 2: RankState(2, "alive", status("w"))}).text()
+    assert "  rank 0 (alive) is in train(), train.py:7; alike: ranks 1, 3\n" in text and "rank 1 " not in text
+    assert text.count("File train.py") == 2 and "\n  rank 2 never enqueued 'x': it is in train(), train.py:7\n" in text
 
 
 def test_ranks_that_wait_for_each_others_messages_are_named_together() -> None:
@@ -201,6 +209,21 @@ def test_a_job_whose_ranks_have_not_met_is_told_as_such(tmp_path: Path, monkeypa
     assert find_job("") == find_job(str(os.getpid())) == job
     with pytest.raises(LaunchError, match=rf"running: {os.getpid()}$"):
         find_job("1")
+
+
+def test_several_jobs_are_listed_with_their_ranks_and_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with subprocess.Popen(["sleep", "1000"]) as sleeper:
+        for pid in (sleeper.pid, 2**22 + 1):
+            job = tmp_path / f"{DIRECTORY_PREFIX}{pid}-x"
+            job.mkdir(mode=0o700)
+            (job / REPORT_SOCKET).touch()
+            (job / PROCESSES_FILE).write_text('{"0": [5, -1, 0], "1": [6, -1, 0]}')
+        with pytest.raises(LaunchError, match="several jobs are running on this host; choose one") as told:
+            find_job("")
+        sleeper.kill()
+    assert re.search(rf"\n    {sleeper.pid}  0:00:\d\d  2 ranks  1000$", str(told.value), re.MULTILINE), told.value
+    assert f"\n    {2**22 + 1}" in str(told.value), "it has ended just now"
 
 
 @needs_root

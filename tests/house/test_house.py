@@ -14,6 +14,7 @@ from collections import Counter
 from pathlib import Path
 
 import hvdlite
+from hvdlite import diagnose
 from hvdlite.core import errors
 from hvdlite.core.config import Config, environment_name
 from hvdlite.core.types import Collective
@@ -105,9 +106,10 @@ def test_the_table_of_operations_is_what_the_core_does() -> None:
 
 
 def test_the_diagnosis_for_people_and_for_programs() -> None:
-    told = subprocess.run([sys.executable, "-m", "hvdlite_runner.cli", "--check-build"], check=True, capture_output=True,
-                          text=True).stdout
+    told = subprocess.run([sys.executable, "-m", "hvdlite_runner.cli", "--check-build", "--verbose"], check=True,
+                          capture_output=True, text=True).stdout
     assert "[X] shm (cpu)" in told and "allreduce Average" in told
+    assert "allreduce Average" not in diagnose.text(diagnose.build({}), with_operations=False)
     facts = json.loads(subprocess.run([sys.executable, "-m", "hvdlite_runner.cli", "--check-build", "--json"], check=True,
                                       capture_output=True, text=True).stdout)
     assert facts["planes"]["loopback"]["missing"] == "" and facts["hvdlite"] == hvdlite.__version__

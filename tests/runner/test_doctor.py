@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import re
 import socket
 import subprocess
 from typing import Any
 
 from hvdlite.core.sockets import route_to
 from hvdlite_runner.agents.host_probe import ProbeServer, interfaces, own_addresses, probe, speed
-from hvdlite_runner.reports.doctor import hints, problems, text
-from tests.worlds import HANGS_SECONDS, HVDRUN
+from hvdlite_runner.reports.doctor import exchange_seconds, hints, problems, text
+from tests.worlds import HANGS_SECONDS, HVDRUN, ROOT
 
 HOST: dict[str, Any] = {
     "topology": {"missing": "needs nvidia-ml-py"}, "bandwidth": [], "bandwidth_problem": "",
@@ -36,11 +37,28 @@ def test_hosts_that_agree() -> None:
     lines = text({**facts, "problems": []})
     assert lines[:2] == ["no problem found", "inside an allocation of Slurm"]
     assert "    plane nccl: needs cupy: pip install 'hvdlite[nccl-cuda12]'" in lines
-    assert lines[-1] == "    b - a: round trip 50 us, 1,000 MB/s"
+    assert "    b - a: round trip 50 us, 1,000 MB/s" in lines
+    assert lines[-2].startswith("    ResNet-50, 102 MB of gradients: 0.1 s more in each step; faster than one host if ")
     facts["pairs"].append({"from": "c", "to": "a", "round_trip_seconds": 5e-5, "bytes_per_second": 117e6})
     facts["pairs"].append({"from": "c", "to": "b", "problem": "no route"})
-    *_, last, advice = text({**facts, "problems": []})
-    assert "no route" in last and "take 0.85 s a step" in advice and "docs/slow-links.md" in advice
+    *_, last, head, resnet, gpt = text({**facts, "hosts": {"a": HOST, "b": HOST, "c": HOST}, "problems": []})
+    assert "no route" in last and "what 3 hosts bring over one" in head
+    assert "1.2 s more in each step; faster than one host if its step takes more than 0.58 s" in resnet
+    assert "496 MB" in gpt and "docs/slow-links.md" in gpt
+
+
+def test_the_page_on_slow_links_has_the_doctors_arithmetic() -> None:
+    page, model = (ROOT / "docs/slow-links.md").read_text(encoding="utf-8"), ("", "")
+    checked = 0
+    for row in re.findall(r"^\| (.*) \| (\d+) ([MG])bit/s \| ([\d.]+) s \| ([\d.]+) \|", page, re.MULTILINE):
+        head, rate, unit, step, share = row
+        model = tuple(head.split(" | ")) if head.strip(" |") else model
+        bandwidth = 0.94 * float(rate) * (1e9 if unit == "G" else 1e6) / 8
+        millions, alone = float(re.findall(r"([\d,.]+) M", model[0])[0].replace(",", "")), float(model[1].split()[0])
+        whole = alone + exchange_seconds(4e6 * millions, bandwidth, 2)
+        assert abs(whole / float(step) - 1) < 0.06 and abs(alone / whole - float(share)) < 0.006, row
+        checked += 1
+    assert checked == 8
 
 
 def test_hosts_that_do_not() -> None:

@@ -84,6 +84,19 @@ def test_ranks_that_failed_alike_before_init_are_named_together_with_the_excepti
     assert alone.describe()[0] == "rank 0 failed first: exit code 1", "it has printed none"
 
 
+@pytest.mark.parametrize(("text", "code", "reason"), [
+    ('  File "/a/train.py", line 1\n    def f(:\nSyntaxError: no', 1, "SyntaxError: no (exit code 1)"),
+    ("usage: train.py [-h]\ntrain.py: error: unrecognized arguments: -np 2", 2, "exit code 2"),
+    ("/a/bin/python3.11: No module named train", 1, "exit code 1"),
+])
+def test_ranks_that_fail_alike_before_there_is_a_traceback_are_named_together(text: str, code: int, reason: str) -> None:
+    exits = [Exit(rank, code) for rank in range(3)]
+    cause = root_cause(exits, {})
+    assert cause is not None
+    told = cause.with_tracebacks(exits, {}, dict.fromkeys(range(3), text)).describe()
+    assert told == [f"ranks 0-2 failed alike: {reason}"]
+
+
 def test_an_exception_after_which_a_rank_has_written_more_is_not_the_cause() -> None:
     handled = ("Traceback (most recent call last):\n  File \"a.py\", line 1\nModuleNotFoundError: No module named 'torch'\n"
                "falling back\nno training data")

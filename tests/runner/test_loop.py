@@ -56,7 +56,7 @@ def test_a_host_that_is_lost_while_routes_are_sought_is_not_waited_for(
     wait = job.ending.wait()
     assert wait is not None and 0.0 < GRACE_AFTER_LOSS - wait < 0.5, "seconds until the other rank is told to end"
     said: list[str] = []
-    monkeypatch.setattr(job._output, "note", said.append)
+    monkeypatch.setattr(job._output, "note", lambda text, is_failure=False: said.append(text))
     job._take(LOCAL, Exited(0, -15, True, None, Reading()))
     assert job.report() == 1, "the rank that was ended has not failed"
     assert said == ["host b was lost: the cable was cut (with ranks 1)", "ranks 0 ended as a consequence"]

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from hvdlite.core.world import Hosts, World
 from hvdlite.membership.events import Limits
 from hvdlite_runner.cli import job_settings, main, options_without_effect
 from hvdlite_runner.job.settings import JobSettings
-from hvdlite_runner.options import parser
+from hvdlite_runner.options import SHORT_HELP, misplaced, parser
 
 PATH = f"/usr/bin:/bin:{Path(sys.executable).parent}"
 HOROVODRUN = """--disable-cache --start-timeout 9 --network-interfaces eth0,eth1 --network-interface eth0 --output-filename d
@@ -59,6 +60,36 @@ def test_the_command_line() -> None:
 
 def test_the_number_of_ranks_follows_from_the_slots() -> None:
     assert len(worlds(parsed("-H", "localhost:4", "sh"))) == 4
+
+
+def test_the_help_is_one_screen_and_names_options_that_exist() -> None:
+    known = parser()._option_string_actions
+    assert len(SHORT_HELP.splitlines()) <= 40 and max(map(len, SHORT_HELP.splitlines())) < 80
+    named = re.findall(r"(?<![\w-])-{1,2}[a-zA-Z][\w-]*", SHORT_HELP.replace("--lr", ""))
+    assert len(named) > 25 and not set(named) - set(known)
+
+
+def test_the_spellings_of_torchrun_and_mpirun() -> None:
+    assert len(worlds(parsed("--np", "3", "sh"))) == 3
+    assert parsed("--nproc-per-node", "2", "--host", "localhost,127.0.0.1:7", "sh").slots == {"localhost": 4}
+    assert parsed("--nproc_per_node", "2", "sh").slots == {"localhost": 2}
+    assert parsed("-np", "2", "-m", "package.train", "--lr", "3").command == [
+        sys.executable, "-m", "package.train", "--lr", "3"]
+    given = parsed("-np", "2", "-x", "A=b=c", "-x", "PATH", "-x", "OMP_NUM_THREADS=", "-q", "sh")
+    assert given.environment == {"A": "b=c", "PATH": PATH, "OMP_NUM_THREADS": ""} and given.output.quiet
+    with pytest.raises(LaunchError, match="-x NOT_SET: no variable 'NOT_SET' is set here"):
+        parsed("-np", "2", "-x", "NOT_SET", "sh")
+
+
+def test_options_that_stand_after_the_command_are_the_commands(capfd: pytest.CaptureFixture[str]) -> None:
+    assert misplaced(["python", "train.py", "--lr", "3", "-n", "--results=out"]).startswith("-n is an argument of the ")
+    assert misplaced(["python", "-m", "train", "-x", "3", "--own", "words -np"]) == ""
+    assert main(["sh", "-c", "exit 0", "-np", "2"]) == 2
+    assert "pass the number of ranks with -np N; -np is an argument of the command there" in capfd.readouterr().err
+    assert main(["-np", "1", "-q", "sh", "-c", "exit 2", "sh", "-np", "2"]) == 2
+    assert capfd.readouterr().err.splitlines() == ["hvdrun: rank 0 failed first: exit code 2",
+                                                   f"hvdrun: {misplaced(['sh', '-np'])}"]
+    assert main(["-np", "1", "-q", "sh", "-c", "exit 0", "sh", "-np", "2"]) == 0 and capfd.readouterr().err == ""
 
 
 def test_every_knob_has_a_flag() -> None:
@@ -153,7 +184,7 @@ def test_options_of_elastic_jobs_that_contradict_each_other(arguments: str, told
 @pytest.mark.parametrize(("arguments", "told"), [
     ("--mpi -np 2 --min-np 1 true", "--mpi excludes elastic training"),
     ("--scaling 1,2 --min-np 1 true", "--scaling and --sweep compare jobs of fixed sizes"),
-    ("--until a=1 -np 2 true", "--until compares values of an option"),
+    ("--until a=1 -np 2 true", "--until compares runs: give --sweep too"),
     ("--scaling 1,2 --profile -np 2 true", "give only one of --scaling, --sweep and --profile"),
 ])
 def test_jobs_that_exclude_each_other_are_refused_before_anything_starts(
@@ -178,3 +209,10 @@ def test_an_option_that_does_not_exist_is_told_with_the_nearest_one(capsys: pyte
             parser().parse_args(["-np", "2", f"{given}=3", "sh"])
         assert ended.value.code == 2 and told in capsys.readouterr().err
     assert parser().parse_args(["-n", "2", "sh"]).np == 2
+
+
+def test_signals_for_ranks_do_not_end_hvdrun_before_there_are_any() -> None:
+    program = ("import os, signal, sys\nimport hvdlite_runner.cli as cli\nfrom hvdlite_runner.__main__ import main\n"
+               "cli.main = lambda: os.kill(os.getpid(), signal.SIGUSR1) or os.kill(os.getpid(), signal.SIGUSR2) or 7\n"
+               "sys.exit(main())")
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 7

@@ -141,6 +141,35 @@ def test_equal_tracebacks_of_ranks_are_one_block_and_others_are_blocks_too() -> 
                                           3: other.decode().strip()}
 
 
+SYNTAX = '  File "/a/train.py", line 1\n    def f(:\n          ^\nSyntaxError: invalid syntax\n'
+USAGE = "usage: train.py [-h]\ntrain.py: error: unrecognized arguments: -np 2\n"
+
+
+@pytest.mark.parametrize("text", [SYNTAX, USAGE, "/a/bin/python3.11: No module named train\n"])
+def test_equal_failures_without_a_traceback_are_one_block_too(text: str) -> None:
+    screen = Screen()
+    screen.console.processes = 3
+    for rank in range(3):
+        screen.console.feed(rank, "stderr", text.encode())
+    for rank in range(3):
+        screen.console.feed(rank, "stderr", b"")
+    assert [line.partition(" (x")[0] for line in screen.text.splitlines()] == [f"[0-2]<stderr>:{line}"
+                                                                               for line in text.splitlines()]
+    assert set(screen.console.last_blocks) == {0, 1, 2}
+
+
+def test_what_a_rank_logs_of_anothers_failure_is_left_out() -> None:
+    screen = Screen()
+    screen.console.processes = 2
+    text = TRACEBACK.format("ValueError: x").encode()
+    log = b"2026-11-28 05:42:10,107 [0] hvdlite ERROR: rank 0: rank 1 failed with ValueError: x\n"
+    screen.console.feed(1, "stderr", text)
+    screen.console.feed(0, "stderr", text + log)
+    screen.console.finish()
+    assert screen.text.splitlines() == [f"[0-1]<stderr>:{line}" for line in text.decode().splitlines()]
+    assert screen.console.last_blocks[0] == screen.console.last_blocks[1]
+
+
 def test_a_traceback_of_a_rank_that_goes_on_is_written_before_what_other_ranks_say_of_it() -> None:
     now = [0.0]
     screen = Screen(clock=lambda: now[0])

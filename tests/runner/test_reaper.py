@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hvdlite_runner.host import processes
+from hvdlite_runner.host import processes, reaper
 from hvdlite_runner.host.processes import Reaper
 from hvdlite_runner.host.reaper import (
     Process,
@@ -54,6 +54,19 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     yield process
     process.kill()
     process.wait()
+
+
+def test_where_there_is_no_proc_ps_lists_the_processes(sleeper: subprocess.Popen[bytes], tmp_path: Path,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    before = process_table()[sleeper.pid]
+    monkeypatch.setattr(reaper, "PROC", str(tmp_path / "none"))
+    found = look_up(sleeper.pid)
+    assert found is not None and found[:2] == before[:2] and found.state == "S" and look_up(2**22 + 1) is None
+    assert process_table()[sleeper.pid] == found and members(process_table(), {sleeper.pid}) == {sleeper.pid}
+    kill_all({sleeper.pid: found._replace(start=1)}, [sleeper.pid])
+    assert sleeper.poll() is None, "another process has its id"
+    kill_job(b"NONE=1", {sleeper.pid: found.start})
+    assert sleeper.wait(HANGS_SECONDS) == -signal.SIGKILL
 
 
 def test_a_process_that_has_got_the_id_of_another_one_is_not_killed(sleeper: subprocess.Popen[bytes]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,7 +14,10 @@ import pytest
 import hvdlite
 from hvdlite.core.errors import LaunchError
 from hvdlite.diagnostics.progress import Evaluation, Progress, Reading, read_metrics
-from hvdlite_runner.reports.time_to_target import MetricTarget, RunMetrics, rows, summary
+from hvdlite_runner.cli import job_settings
+from hvdlite_runner.options import parser
+from hvdlite_runner.reports.comparison import Comparison
+from hvdlite_runner.reports.time_to_target import MetricTarget, RunMetrics, notes, rows, summary
 from tests.worlds import HVDRUN, clean_environment
 
 RISING = [Evaluation(10.0, 1, {"accuracy": 0.8, "lr": 0.1}), Evaluation(20.0, 2, {"accuracy": 0.9}),
@@ -46,6 +50,18 @@ def test_the_table_has_the_last_value_of_each_metric_and_tells_what_was_not_reac
     assert summary("batch-size", MetricTarget("accuracy", 0.85), runs) == (
         "accuracy >= 0.85 soonest at batch-size 128: 5 s, 4 epochs; not reached at 256")
     assert summary("batch-size", MetricTarget("accuracy", 0.99), runs).startswith("no run reached accuracy >= 0.99")
+
+
+def test_what_makes_a_comparison_doubtful() -> None:
+    def told(name: str, *more: str, second: list[Evaluation] = RISING) -> list[str]:
+        settings = job_settings(parser().parse_args(["-np", "1", "sh", *more]), {"PATH": os.environ["PATH"]})
+        compared = Comparison(name, [("64", settings), ("128", settings)], {}, "")
+        return [line.partition(":")[0] for line in notes(compared, [RunMetrics("64", RISING), RunMetrics("128", second)])]
+    assert told("lr") == ["all runs recorded the same metrics"] and told("") == []
+    assert told("batch-size", second=RISING[1:]) == [
+        "the learning rate is the same at each batch-size unless the script scales it, as the examples do with "
+        "--base-batch-size"]
+    assert told("batch-size", "--base-batch-size", "64", second=RISING[1:]) == []
 
 
 def test_a_metric_that_nobody_recorded_is_named() -> None:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import math
+import operator
+import os
 import shutil
 import subprocess
 import sys
@@ -24,9 +27,12 @@ from hvdlite_runner.host.processes import sample, stall_lines
 from hvdlite_runner.job.starts import Starts
 from hvdlite_runner.messages import ProgressReply, Sample
 from hvdlite_runner.options import parser
-from hvdlite_runner.reports.monitor import Monitor, table
+from hvdlite_runner.reports import comparison
+from hvdlite_runner.reports.monitor import Monitor, ThroughputRecorder, table
 from hvdlite_runner.reports.scaling import (
     Throughput,
+    compare_sizes,
+    notes,
     parse_sweep,
     saturation,
     scaling_rows,
@@ -34,6 +40,7 @@ from hvdlite_runner.reports.scaling import (
     with_equal_threads,
 )
 from hvdlite_runner.reports.scaling import rows as profile_rows
+from hvdlite_runner.reports.time_to_target import MetricTarget, compare_times
 from tests.worlds import HVDRUN, clean_environment
 
 
@@ -96,6 +103,7 @@ def test_throughput_speedup_and_efficiency() -> None:
     assert summary("n", [("1", measured(50)), ("2", measured(95))]) == "throughput still grows at n 2, the last value"
     one = progress.Reading(rate=10.0, counts_samples=True)
     assert Throughput.of({0: one, 1: one}) == Throughput(20.0, "samples/s")
+    assert Throughput.of({rank: progress.Reading(5, 5 * (8 + rank), True, rate=1.0) for rank in range(2)}).step == 8.5
     assert Throughput.of({0: one, 1: progress.Reading(rate=10.0)}).unit == "batches/s"
     with pytest.raises(LaunchError, match="record_step"):
         Throughput.of({0: one, 1: progress.Reading()})
@@ -211,6 +219,59 @@ def test_threads_of_a_rank_are_the_same_for_every_number_of_ranks(monkeypatch: p
         for _, settings in jobs if threads else ():
             pool = SimpleNamespace(slots_of=lambda machine, slots=settings.slots: slots, remote=lambda machine: None)
             assert Starts(settings, pool, {}, b"", print)._threads("localhost")[0] == threads  # type: ignore[arg-type]
+
+
+def test_what_the_samples_of_a_step_tell() -> None:
+    def measured(step: float, peak: int) -> Throughput:
+        return Throughput(1.0, "samples/s", peak << 20, step=step)
+    assert list(notes("batch-size", [("8", measured(8, 100)), ("16", measured(16, 116)), ("32", measured(32, 160))])) == [
+        "memory grows by 2.5 MiB a sample: the peak of one process, between 8 and 32 samples of a step"]
+    alike = [("8", measured(8, 100)), ("16", measured(8, 101))]
+    assert list(notes("batch", alike)) == ["a step had 8 samples at each batch: does the script read --batch?"]
+    assert not list(notes("lr", alike)) and not list(notes("batch-size", [("8", measured(0, 1)), ("9", measured(0, 2))]))
+
+
+def test_each_job_is_run_several_times_and_the_median_counts(
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = iter([5.0, 1.0, 3.0, 8.0, 6.0])
+    settings = job_settings(parser().parse_args(["-np", "1", "sh"]), {"PATH": os.environ["PATH"]})
+
+    def run_job(*_: object) -> int:
+        return 0 if operator.length_hint(figures) else 9
+
+    monkeypatch.setattr(comparison, "run_job", run_job)
+    compared = comparison.Comparison("size", [("10", settings), ("9", settings), ("11", settings)], {}, "", repeat=2)
+    assert compared.run(lambda value, readings: (value, next(figures)), lambda row: row[1]) == (
+        [comparison.Runs(("10", 1.0), (1.0, 5.0)), comparison.Runs(("9", 3.0), (3.0, 8.0))], 9)
+    assert "hvdrun: --size 11 failed (exit code 9); the largest value that ran: 10\n" in capsys.readouterr().err
+    (tmp_path / "train.py").write_text("parser.add_argument('--batch_size')")
+    for name, lines in (("batch-size", 0), ("lr", 1)):
+        job = dataclasses.replace(settings, command=[sys.executable, str(tmp_path / "train.py"), f"--{name}", "1"])
+        assert len(list(comparison.Comparison(name, [("1", job)], {}, "")._unread())) == lines
+
+
+def test_tables_of_repeated_runs_have_their_spread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+                                                   capsys: pytest.CaptureFixture[str]) -> None:
+    settings = job_settings(parser().parse_args(["-np", "1", "sh"]), {"PATH": os.environ["PATH"]})
+    rates = iter([10.0, 12.0, 30.0, 20.0] * 2)
+
+    def run_job(job: object, environ: object, recorder: ThroughputRecorder) -> int:
+        rate = next(rates)
+        found = [progress.Evaluation(100 / rate, 1, {"accuracy": rate / 20})]
+        recorder.ended(0, progress.Reading(rate=rate, counts_samples=True, metrics=found))
+        return 0
+
+    monkeypatch.setattr(comparison, "run_job", run_job)
+    compared = comparison.Comparison("", [("1", settings), ("2", settings)], {"OMP_NUM_THREADS": "1"},
+                                     str(tmp_path / "out"), repeat=2)
+    assert compare_sizes(compared) == 0
+    assert [line.split() for line in capsys.readouterr().out.splitlines()] == [
+        ["ranks", "threads", "samples/s", "speedup", "efficiency", "least", "of", "2", "greatest"],
+        ["1", "1", "10.0", "1.00", "100.0%", "10.0", "12.0"], ["2", "1", "20.0", "2.00", "100.0%", "20.0", "30.0"]]
+    assert (tmp_path / "out.csv").read_text().splitlines()[2] == "2,1,20.0,2.0,1.0,20.0,30.0"
+    assert compare_times(compared, MetricTarget("accuracy", 0.55)) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[1:3] == [["1", "1", "8.333", "0.6", "8.333", "-"], ["2", "1", "3.333", "1.5", "3.333", "5"]]
 
 
 @pytest.mark.slow
