@@ -1,6 +1,7 @@
 """What the site needs beside the pages: descriptions, references from the public names, tables of files, links to files."""
 
 import ast
+import html
 import importlib
 import inspect
 import posixpath
@@ -89,7 +90,7 @@ def description(markdown: str) -> str:
     """Return the begin of a page's first paragraph, without markup: a line of what search engines show."""
     paragraph = next((text for text in markdown.split("\n\n") if not text.startswith(("#", "|", "<", "!", "```"))), "")
     plain = re.sub(r"[*`\[\]]", "", re.sub(r"\]\([^)]*\)", "", paragraph)).removeprefix("Context. ")
-    return textwrap.shorten(plain, 160, placeholder=" ...")
+    return html.escape(textwrap.shorten(plain, 160, placeholder=" ..."))
 
 
 def decisions() -> str:

@@ -29,7 +29,7 @@ def test_a_guide_prints_what_it_shows(guide: str, framework: str, modules: Seque
     for rank, each in enumerate(ended):
         shown = re.findall(rf"^\[{rank}\]<stdout>:(.*)$", text, re.MULTILINE)
         printed = each.stdout.splitlines()
-        assert len(shown) >= 5
+        assert len(shown) >= 3
         assert [NUMBER.sub("#", line) for line in printed] == [NUMBER.sub("#", line) for line in shown]
         assert [float(found) for found in NUMBER.findall(each.stdout)] == pytest.approx(
             [float(found) for line in shown for found in NUMBER.findall(line)], abs=0.05)
