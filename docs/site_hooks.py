@@ -24,7 +24,7 @@ SCRIPTS = (".py", ".ipynb", ".yaml", ".sbatch")
 """Suffixes of files beside pages that are part of the site as they are; and `Dockerfile`."""
 
 
-BOOST = {"decisions/": 0.3, "results/": 0.3, "protocol.md": 0.5}
+BOOST = {"decisions/": 0.3, "results/": 0.3, "protocol.md": 0.5, "pytorch-features.md": 0.5, "keras-features.md": 0.5}
 """How the search ranks pages by how their path begins; those among the guides rank first."""
 SECTION = "Guides"
 
