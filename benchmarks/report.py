@@ -200,19 +200,25 @@ _TABLES = {"planes": _planes, "planes_openmpi": functools.partial(_planes, under
            **{f"two_hosts_{engine}_{plane}": _two_hosts for engine in ("mpi", "gloo") for plane in (engine, "hierarchical")}}
 
 
+_LABELS = {"gloo": "Gloo", "mpi": "MPICH", "ceiling": "no communication", "in step": "a barrier each step, no gradients",
+           "hvdlite, step": 'hvdlite, wait_in="step"', "ddp": "torch DDP on Gloo", "horovod": "Horovod"}
+"""What plots call those that were measured, where tables are shorter."""
+_MODELS = {"cnn": "CNN, 0.4 M\nparameters", "mlp": "MLP, 5.8 M\nparameters", "2000 parameters": "2,000 small\nparameters"}
+
+
 def _plot(recorded: dict[str, Any], results: Path) -> None:
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
     for name, each in recorded.items():
-        figure, axes = pyplot.subplots(figsize=(7, 4.5))
+        figure, axes = pyplot.subplots(figsize=(6, 4.6))
         if name.startswith("collectives"):
             for who in each["rows"][0]["seconds"]:
                 axes.loglog([row["bytes"] for row in each["rows"]], [row["seconds"][who] * 1e6 for row in each["rows"]],
-                            marker="o", label=who)
-            axes.set_xlabel("bytes")
+                            marker="o", label=_LABELS.get(who, who))
+            axes.set_xlabel("bytes of the tensor")
             axes.set_ylabel("microseconds")
-            axes.set_title(f"allreduce, {each['ranks']} ranks")
+            axes.set_title(f"time of an allreduce in place on {each['ranks']} ranks: lower is better")
         elif name.startswith("control_scale"):
             sweep = each["rows"][0]["sweep"]
             rows = [row for row in each["rows"] if row["sweep"] == sweep]
@@ -226,15 +232,16 @@ def _plot(recorded: dict[str, Any], results: Path) -> None:
             for index, who in enumerate(names):
                 shares = [row["images_per_second"][who] / row["images_per_second"]["ceiling"] for row in each["rows"]]
                 axes.bar([place + index / (len(names) + 1) for place in range(len(shares))], shares,
-                         width=1 / (len(names) + 1), label=who)
-            axes.set_xticks([place + 0.3 for place in range(len(each["rows"]))], [row["model"] for row in each["rows"]])
-            axes.set_ylabel("share of the speed without communication")
-            axes.set_title(f"training, {each['ranks']} ranks")
+                         width=1 / (len(names) + 1), label=_LABELS.get(who, who))
+            axes.set_xticks([place + (len(names) - 1) / 2 / (len(names) + 1) for place in range(len(each["rows"]))],
+                            [_MODELS.get(row["model"], row["model"]) for row in each["rows"]])
+            axes.set_ylabel("images/s, relative to no communication")
+            axes.set_title(f"training on {each['ranks']} ranks: higher is better")
         else:
             pyplot.close(figure)
             continue
-        axes.legend()
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.13), ncol=2, frameon=False, fontsize="small")
         axes.grid(alpha=0.3)
         figure.tight_layout()
-        figure.savefig(results / f"{name}.png", dpi=110)
+        figure.savefig(results / f"{name}.png", dpi=130, bbox_inches="tight")
         pyplot.close(figure)

@@ -1,10 +1,12 @@
-"""What the site needs beside the pages: references from the public names, tables of files, and links to files."""
+"""What the site needs beside the pages: descriptions, references from the public names, tables of files, links to files."""
 
 import ast
+import html
 import importlib
 import inspect
 import posixpath
 import re
+import textwrap
 from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import Any
@@ -20,6 +22,20 @@ MOVED = {"benchmarks/results": "results", "examples": "examples"}
 PAGES = (".md", ".png")
 SCRIPTS = (".py", ".ipynb", ".yaml", ".sbatch")
 """Suffixes of files beside pages that are part of the site as they are; and `Dockerfile`."""
+
+
+BOOST = {"decisions/": 0.3, "results/": 0.3, "protocol.md": 0.5, "pytorch-features.md": 0.5, "keras-features.md": 0.5}
+"""How the search ranks pages by how their path begins; those among the guides rank first."""
+SECTION = "Guides"
+
+
+def on_config(config: Any) -> Any:
+    """Take the repository from setup.py, and the version from the package: they stand nowhere else."""
+    config.repo_url = re.search(r'^REPOSITORY = "(.+?)"', (ROOT / "setup.py").read_text(encoding="utf-8"), re.MULTILINE)[1]
+    owner, name = config.repo_url.split("/")[-2:]
+    config.repo_name, config.site_url = f"{owner}/{name}", f"https://{owner}.github.io/{name}/"
+    config.extra["version_name"] = f"version {importlib.import_module('hvdlite').__version__}"
+    return config
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -38,7 +54,16 @@ def is_script(path: str) -> bool:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Expand references, and let links lead to where files are on the site; other files are named by their path."""
+    """Expand references, and let links lead to where files are on the site; other files are named by their path.
+
+    What search engines and the search of the site read follows from the page, where its front matter does not say it.
+    """
+    page.meta.setdefault("description", description(markdown))
+    boost = next((boost for path, boost in BOOST.items() if page.file.src_uri.startswith(path)), 1)
+    if page.parent is not None and page.parent.title == SECTION:
+        boost = 3
+    page.meta.setdefault("search", {"boost": boost})
+    markdown = markdown.replace("<!-- decisions -->", decisions())
     markdown = API.sub(lambda match: references(match[1], match[2]), markdown)
     markdown = FILES.sub(lambda match: files_table(match[1]), markdown)
     here = PurePosixPath("docs") / page.file.src_uri
@@ -59,6 +84,20 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         return f"{match[1]}[{match[2]}]({way}{match[4] or ''})"
 
     return LINK.sub(link, markdown)
+
+
+def description(markdown: str) -> str:
+    """Return the begin of a page's first paragraph, without markup: a line of what search engines show."""
+    paragraph = next((text for text in markdown.split("\n\n") if not text.startswith(("#", "|", "<", "!", "```"))), "")
+    plain = re.sub(r"[*`\[\]]", "", re.sub(r"\]\([^)]*\)", "", paragraph)).removeprefix("Context. ")
+    return html.escape(textwrap.shorten(plain, 160, placeholder=" ..."))
+
+
+def decisions() -> str:
+    """Return a list of all decisions, in Markdown."""
+    titles = {path.name: path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+              for path in sorted((ROOT / "docs/decisions").glob("0*.md"))}
+    return "\n".join(f"- [{title}]({name})" for name, title in titles.items())
 
 
 def references(name: str, without: str | None) -> str:

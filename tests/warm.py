@@ -212,7 +212,7 @@ def run(job: dict[str, Any]) -> None:
 
 
 def _without_autotuning() -> None:
-    """Let TensorFlow's datasets not tune themselves: a `fit` ends when a thread that tunes wakes up (docs/keras.md)."""
+    """Turn off the tuning of datasets: a `fit` ends when a thread that tunes wakes up (docs/keras-features.md)."""
     dataset_ops = importlib.import_module("tensorflow.python.data.ops.dataset_ops")
     options = dataset_ops.options_lib.Options()
     options.autotune.enabled = False

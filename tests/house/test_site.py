@@ -1,10 +1,13 @@
-"""The documentation as a site: it is built without a warning, and its reference has every public name."""
+"""The documentation as a site: it is built without a warning, its reference is whole, and each page says what it is."""
 
 from __future__ import annotations
 
+import html
 import importlib
 import inspect
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,3 +43,31 @@ def test_the_site_is_built_without_a_warning_and_has_every_public_name(tmp_path:
     assert "<td><code>area.py</code></td>" in (tmp_path / "files.html").read_text()
     figures = (tmp_path / "performance.html").read_text()
     assert 'src="results/collectives-2.png"' in figures and 'href="results/NOTES.html"' in figures
+    is_described(tmp_path)
+    is_found(tmp_path)
+
+
+def is_described(site: Path) -> None:
+    """Check that each page has an address and a description of its own, and a page that does not exist leads to others."""
+    pages = {path.relative_to(site).as_posix(): path.read_text() for path in site.rglob("*.html")}
+    address = re.search(r"<loc>(.*)/index\.html</loc>", (site / "sitemap.xml").read_text())
+    assert address and address[1].startswith("https://")
+    missing = pages.pop("404.html")
+    links = re.findall(r'<li><a href="/[^/]+/([\w/]+\.html)">', missing)
+    assert len(links) > 4 and set(links) <= set(pages), links
+    described = {page: re.findall(r'<meta name="description" content="([^"]+)">', text) for page, text in pages.items()}
+    assert all(len(texts) == 1 and len(html.unescape(texts[0])) <= 160 for texts in described.values()), described
+    assert len({texts[0] for texts in described.values()}) == len(pages)
+    assert all(f'<link rel="canonical" href="{address[1]}/{page}">' in text for page, text in pages.items())
+    assert not list(site.rglob("__pycache__")) and not list(site.rglob("theme"))
+
+
+def is_found(site: Path) -> None:
+    """Check that the search ranks guides above decisions, and that their page has all of them."""
+    documents = json.loads((site / "search/search_index.json").read_text())["docs"]
+    boosts = {each["location"].partition("#")[0]: each.get("boost", 1) for each in documents}
+    decisions = {page for page in boosts if page.startswith("decisions/0")}
+    assert len(decisions) > 70
+    assert max(boosts[page] for page in decisions) < 1 < min(boosts[page] for page in ("pytorch.html", "faq.html"))
+    listed = re.findall(r'href="(0[^"]+)"', (site / "decisions/index.html").read_text())
+    assert decisions <= {f"decisions/{link}" for link in listed}

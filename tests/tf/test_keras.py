@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tests.tf.support import run
-from tests.worlds import ROOT
 
 
 def test_fit_equals_one_process_with_the_global_batch() -> None:
@@ -34,10 +33,6 @@ def test_mixed_precision_and_optimizers_of_the_users_own(backend: str, tmp_path:
 
 def test_callbacks_average_warm_up_and_keep_the_best(tmp_path: Path) -> None:
     run(2, "fit:callbacks_average_warm_up_and_keep_the_best", str(tmp_path))
-
-
-def test_the_page_about_callbacks_is_right(tmp_path: Path) -> None:
-    run(2, "fit:the_page_about_callbacks_is_right", str(tmp_path), str(ROOT / "docs/keras.md"))
 
 
 @pytest.mark.parametrize("backend", ["torch"])

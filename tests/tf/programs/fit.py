@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import pickle
-import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -254,20 +252,3 @@ def beside_torch_in_one_process() -> None:
     begin()
     assert hvdlite_torch.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [2, 2]
     close(fit(OPTIMIZERS["adam"](), True), fit(OPTIMIZERS["adam"](), False))
-
-
-def the_page_about_callbacks_is_right(folder: str, page: str) -> None:
-    """Run the code of docs/keras.md."""
-    text = Path(page).read_text(encoding="utf-8")
-    section = re.search(r"^## `fit` with callbacks$(.*?)^## ", text, re.DOTALL | re.MULTILINE)
-    blocks = re.findall(r"^```python$(.*?)^```$", section[1], re.DOTALL | re.MULTILINE)
-    hvd.init()
-    os.chdir(folder)
-    model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(2)])
-    names: dict[str, Any] = {"x": rng.normal(size=(224, 6)), "y": rng.normal(size=(224, 2)), "model": model}
-    for block in blocks:  # 7 batches of 32: rank 0 has one more of them
-        exec(block, names)  # noqa: S102 our own page
-    assert len(blocks) == 2 and Path("model.keras").exists() and model.optimizer.iterations.numpy() == 3 * 3 + 2 * 3
-    np.testing.assert_allclose(model.optimizer.learning_rate.numpy(), 0.02, rtol=1e-6)
-    kernels = hvd.allgather_object([variable.numpy() for variable in model.trainable_variables])
-    assert all((own == other).all() for own, other in zip(*kernels, strict=True))

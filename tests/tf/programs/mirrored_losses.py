@@ -27,7 +27,7 @@ from tests.tf.reference import Reference
 
 IS_WEIGHTED = keras.backend.backend() != "tensorflow" or tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 15)
 REPORTED = None if IS_WEIGHTED else 1
-"""How many of a model's losses are exact in `test_on_batch`: the sum, and those of single outputs (docs/keras.md)."""
+"""How many of a model's losses are exact in `test_on_batch`: the sum, and of single outputs (docs/keras-features.md)."""
 
 
 def regularized(seed: int) -> Any:
