@@ -4,7 +4,7 @@
 |---|---|
 | the optimizer is not wrapped | `broadcast_parameters` has sent its parameters; then ranks exchange nearly nothing (below) |
 | it has another model's parameters | a distributed optimizer steps, and no rank ever has a gradient for it |
-| `DistributedDataParallel` beside it | when an optimizer is wrapped, such a module has one of its parameters |
+| `DistributedDataParallel` beside it | before the second step, such a module has one of its parameters |
 
 Nearly nothing: a plain optimizer has stepped with a gradient of these parameters, and fewer values were reduced and gathered
 since the broadcast than a hundredth of them; no distributed optimizer steps, and torch.distributed is not initialised.
@@ -75,6 +75,12 @@ def note_broadcast(tensors: Iterable[torch.Tensor]) -> None:
         exchanged = api.runtime().exchanged
         for memory in filter(None, map(_memory, tensors)):
             _sent.setdefault(memory, exchanged)
+
+
+def leave_out(values: int) -> None:
+    """So many values of optimizer state were broadcast: that is a beginning, too."""
+    for memory in _sent:
+        _sent[memory] += values
 
 
 def warn_of_ddp(parameters: Collection[torch.Tensor]) -> None:

@@ -13,13 +13,14 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from hvdlite import api
+from hvdlite.core.errors import MismatchError
 from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID, ProcessSet, global_process_set
 from hvdlite.core.types import Collective
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training import objects, replicas
 from hvdlite_torch.arrays import cuda
 from hvdlite_torch.arrays.tensors import as_array, as_runtime_array, contiguous, dense_strides, on_host
-from hvdlite_torch.mistakes import note_broadcast
+from hvdlite_torch.mistakes import leave_out, note_broadcast
 from hvdlite_torch.ops import broadcast_async_
 from hvdlite_torch.rows import mapped, tensors_in
 from hvdlite_torch.uncompiled import leave_module_to_python
@@ -45,7 +46,11 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
     named = list(_named(params))
     handles = [broadcast_async_(tensor.detach(), root_rank, f"parameters.{name}", process_set) for name, tensor in named]
     for handle in handles:
-        handle.wait()
+        try:
+            handle.wait()
+        except MismatchError as error:
+            raise MismatchError("broadcast_parameters: the ranks' models differ; make the same model on all ranks. "
+                                f"{error}") from error
     note_broadcast(tensor for _, tensor in named)
 
 
@@ -60,7 +65,10 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     """
     del model
     if not api.is_provisional():
-        _broadcast_state(api.runtime(), optimizer, root_rank)
+        runtime = api.runtime()
+        before = runtime.exchanged
+        _broadcast_state(runtime, optimizer, root_rank)
+        leave_out(runtime.exchanged - before)
 
 
 def take_over(runtime: Runtime, optimizer: torch.optim.Optimizer, root_rank: int,

@@ -23,7 +23,7 @@ from hvdlite.training.replicas import VALUES, FirstComparison, check_replicas
 from hvdlite_torch.arrays.tensors import few_values, on_host
 from hvdlite_torch.collectives.broadcasts import take_over
 from hvdlite_torch.gradients.unfinal import set_grad
-from hvdlite_torch.mistakes import count_steps
+from hvdlite_torch.mistakes import count_steps, warn_of_ddp
 from hvdlite_torch.optimizer.reduction import ReductionSettings
 from hvdlite_torch.step_parts import once_a_step
 
@@ -99,6 +99,7 @@ class DistributedBase(Learner):
         named = [(self._settings.names.get(parameter, "noname"), parameter) for group in self.param_groups
                  for parameter in group["params"]
                  if parameter.requires_grad and not is_lazy(parameter) and parameter.is_floating_point()]
+        warn_of_ddp([parameter for _, parameter in named])
         if named and self._comparison is None:
             named_types = [(name, str(parameter.dtype).removeprefix("torch.")) for name, parameter in named]
             of_set = "" if self._process_set == GLOBAL_PROCESS_SET_ID else ", process_set=..."

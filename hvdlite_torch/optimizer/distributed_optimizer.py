@@ -25,7 +25,6 @@ from hvdlite.training.arguments import (
 from hvdlite.training.outer.settings import DiLoCo
 from hvdlite_torch.comm_hooks.exchange import CommHook, check_hook
 from hvdlite_torch.compression import Compression, Compressor
-from hvdlite_torch.mistakes import warn_of_ddp
 from hvdlite_torch.optimizer.adasum import DistributedAdasum, check_whole_job
 from hvdlite_torch.optimizer.base import DistributedBase, is_distributed
 from hvdlite_torch.optimizer.distributed import Distributed, WrappedOptimizer, numbered
@@ -123,7 +122,6 @@ def DistributedOptimizer(
     if comm_hook is not None:
         check_hook(comm_hook)
     waiting = chosen_wait(wait_in)
-    warn_of_ddp(names)
     if runtime is not None:
         api.set_id(process_set)  # raises before anything is changed
     kind: type[DistributedBase] = _kind or Distributed

@@ -33,3 +33,7 @@ def test_a_mistake_is_named_by_the_first_rank(program: Program, told: str, tmp_p
     programs.reduced_in_a_closure, programs.in_memory_of_another, programs.alone])
 def test_what_may_be_meant_is_not_named(program: Program) -> None:
     assert warnings(program) == ["", ""]
+
+
+def test_different_models_are_an_error() -> None:
+    processes(2, programs.different_models, imported=TORCH)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 import hvdlite_torch as hvd
@@ -29,10 +30,18 @@ def sgd(model: torch.nn.Module) -> torch.optim.SGD:
 
 
 def not_wrapped() -> None:
-    """A metric is averaged all the same."""
+    """The optimizer's state is broadcast and a metric averaged all the same."""
     model = made()
-    trained(model, sgd(model))
+    optimizer = sgd(model)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    trained(model, optimizer)
     hvd.allreduce(torch.ones(3))
+
+
+def different_models() -> None:
+    hvd.init()
+    with pytest.raises(hvd.MismatchError, match=r"the ranks' models differ; make the same model on all ranks\. .*'broadcast"):
+        hvd.broadcast_parameters(torch.nn.Linear(4, 2 + hvd.rank()).state_dict(), root_rank=0)
 
 
 def of_another_model() -> None:
@@ -45,8 +54,8 @@ def of_another_model() -> None:
 def beside_ddp(directory: str) -> None:
     model = made()
     torch.distributed.init_process_group("gloo", init_method=f"file://{directory}/meeting", rank=hvd.rank(), world_size=2)
-    wrapped = torch.nn.parallel.DistributedDataParallel(model)
-    trained(wrapped, hvd.DistributedOptimizer(sgd(wrapped), wrapped.named_parameters()))
+    optimizer = hvd.DistributedOptimizer(sgd(model), model.named_parameters())
+    trained(torch.nn.parallel.DistributedDataParallel(model), optimizer)
 
 
 def right() -> None:
