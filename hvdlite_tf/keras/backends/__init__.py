@@ -43,6 +43,20 @@ def call(function: Callable[[Sequence[Array]], Sequence[Array]], tensors: Sequen
     return _backend().call(function, tensors, like) if like else []
 
 
+def cond(predicate: Any, true_fn: Callable[[], Any], false_fn: Callable[[], Any]) -> Any:
+    """Like `keras.ops.cond`, which puts its own text around errors, also where nothing is compiled."""
+    try:
+        is_true = bool(predicate)
+    except TypeError:  # TensorFlow's and JAX's for a tensor of a compiled function
+        return keras.ops.cond(predicate, true_fn, false_fn)
+    return true_fn() if is_true else false_fn()
+
+
+def values_of(variables: Sequence[Any]) -> list[Any]:
+    """Return the variables' values as tensors."""
+    return list(map(keras.ops.convert_to_tensor, variables))
+
+
 def copies(variables: Sequence[Any]) -> list[Any]:
     """Return copies of the variables' values, on their devices."""
     return list(_backend().copies([getattr(variable, "_value", variable) for variable in variables]))
