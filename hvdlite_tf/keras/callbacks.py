@@ -67,15 +67,15 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def _broadcast(self) -> None:
         self._done = True
-        optimizers = optimizers_of(self.model)
         if getattr(self.model, "_hvdlite_resumed", False):
             return  # from a checkpoint, with what each rank had for itself
         read_back(self.model)
+        optimizers = optimizers_of(self.model)
         variables = [*self.model.variables, *(variable for optimizer in optimizers for variable in optimizer.variables)]
         broadcast_variables([variable for variable in variables if id(variable) not in self._local], self.root_rank,
                             "keras.broadcast")
         for optimizer in filter(None, map(outer_in, optimizers)):
-            optimizer.hvdlite_exchanges.broadcast(self.root_rank)
+            optimizer.hvdlite_exchanges.restart(optimizer.hvdlite_exchanges.of_root(self.root_rank))
 
 
 class MetricAverageCallback(keras.callbacks.Callback):

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import keras
@@ -46,16 +46,19 @@ class KerasKind(kinds.Kind):
             optimizer.consolidate_state(to=None)
         outer = outer_in(getattr(value, "optimizer", value))  # a model's, too
         if outer is not None:
-            outer.synchronize_outer(*([] if isinstance(value, keras.optimizers.Optimizer) else [value]))
-            if isinstance(value, keras.optimizers.Optimizer):
+            is_model = isinstance(value, keras.Layer)
+            outer.synchronize_outer(*([value] if is_model else []))
+            if not is_model:
                 outer.hvdlite_exchanges.gather(value)
 
     def state_of(self, value: Any) -> Any:
         variables = _variables(value)
-        outer = outer_in(value)
-        arrays = whole_values(value) or (map(array_of, variables) if outer is None else outer.hvdlite_exchanges.gathered)
-        found = [{"name": variable.name, "value": array} for variable, array in zip(variables, arrays, strict=True)]
-        return found if outer is None else [*found, {"name": _OUTER, "value": outer.hvdlite_exchanges.saved()}]
+        outer, more = outer_in(value), []
+        arrays: Iterable[Array] = whole_values(value) or map(array_of, variables)
+        if outer is not None:
+            (arrays, state), outer.hvdlite_exchanges.gathered = outer.hvdlite_exchanges.gathered, ((), None)
+            more = [{"name": _OUTER, "value": state}]
+        return [{"name": variable.name, "value": array} for variable, array in zip(variables, arrays, strict=True)] + more
 
     def array_of(self, leaf: Any) -> Array | None:
         is_tensor = keras.backend.backend() != "torch" and not isinstance(leaf, np.ndarray) and keras.ops.is_tensor(leaf)

@@ -5,8 +5,8 @@
 - `Trainer.make_train_function`: a training step that was compiled before the optimizer was wrapped, or in another world, is
   compiled again.
 - `LossScaleOptimizer`: it tests reduced gradients, which are equal on all ranks, so an overflow on one rank skips the step
-  on all ranks. If they differ (accumulation, local variables), the ranks combine their tests. Its variables, which are
-  saved, include those of its inner optimizer, of which a sharded one has a part.
+  on all ranks. If they differ (accumulation, local variables, workers), the ranks combine their tests. Its variables,
+  which are saved, include those of its inner optimizer, of which a sharded one has a part.
 - `CallbackList.set_model`: `fit` begins with the callback that merges what workers have learned.
 - The reduction of losses; see `step.py`.
 """
@@ -144,6 +144,9 @@ def _checking(original: Any) -> Any:
         finite = original(self, grads)
         if not is_distributed(self.inner_optimizer):
             return finite
+        outer = outer_in(self.inner_optimizer)
+        if outer is not None:  # workers count the same steps
+            return all_ranks_true(finite, outer._hvdlite_step_reducer(), outer.hvdlite_exchanges.label)
         state = self.inner_optimizer._hvdlite_state
         if state.are_reduced and not state.local:  # these gradients are the same on all ranks that share them
             return finite

@@ -47,14 +47,15 @@ class Exchanges(KerasSaveable):  # type: ignore[misc]
         workers: the ranks of each; empty where there is one.
         process_set: the ranks of this worker.
         variables: those that are exchanged.
-        gathered: rank 0's values of the optimizer's variables, while a checkpoint is made.
+        label: of its collectives, equal on all ranks.
+        gathered: rank 0's values of the optimizer's variables, and its exchanges' state, while a checkpoint is made.
     """
 
     def __init__(self, settings: DiLoCo) -> None:
         self._settings, self.process_set = settings, ProcessSet([])
         self.workers: tuple[tuple[int, ...], ...] = ()
         self.variables: Sequence[Any] = ()
-        self.gathered: list[Array] | None = None
+        self.gathered: tuple[Sequence[Array], dict[str, Any] | None] = (), None
         self._outer: Outer | None = None  # of this world, from the first step on
         self._state: dict[str, Any] | None = None  # with which it is to begin
         self._arrays: list[Array] = []  # of the variables, while they are read and written
@@ -65,8 +66,8 @@ class Exchanges(KerasSaveable):  # type: ignore[misc]
         """See `Follower`."""
         if runtime.world.epoch:
             raise UnsupportedError("outer= does not work in elastic jobs: leave out --min-np and --host-discovery-script")
-        self._label = runtime.names.label("keras.outer")
-        self.workers = agree_on_workers(runtime, self._settings, self._label)
+        self.label = runtime.names.label("keras.outer")
+        self.workers = agree_on_workers(runtime, self._settings, self.label)
         own, rank = register_worker(runtime, self.workers), runtime.world.rank
         self.process_set.ranks = list(range(runtime.world.size)) if own is None else own.ranks
         self.process_set.register(GLOBAL_PROCESS_SET_ID if own is None else own.process_set_id, rank)
@@ -112,7 +113,7 @@ class Exchanges(KerasSaveable):  # type: ignore[misc]
         return found
 
     def _begin(self) -> None:
-        self._outer = Outer(api.runtime(), self._label, self._settings, self.workers, self._parameters(), self, self._state)
+        self._outer = Outer(api.runtime(), self.label, self._settings, self.workers, self._parameters(), self, self._state)
         self._state = None
 
     def _stepped(self) -> None:
@@ -151,6 +152,8 @@ class Exchanges(KerasSaveable):  # type: ignore[misc]
 
     def synchronize(self, buffers: Sequence[Any]) -> None:
         """Merge everything, and make other variables equal on all ranks, which call this."""
+        if any(getattr(each, "_value", each) is None for each in self.variables):
+            raise UnsupportedError("variables have no values in an epoch of fit on JAX: call synchronize_outer(model)")
         if self._outer is not None or self._state is not None:
             self._arrays = list(map(array_of, self.variables))
             if self._outer is None:  # with the state of a checkpoint, or of the last world
@@ -161,31 +164,30 @@ class Exchanges(KerasSaveable):  # type: ignore[misc]
                 variable.assign(array)
             self._arrays = []
         arrays, runtime = list(map(array_of, buffers)), api.runtime()
-        digests = allgather_object(runtime, list(map(digest, arrays)), f"{self._label}.buffers") if arrays else []
+        digests = allgather_object(runtime, list(map(digest, arrays)), f"{self.label}.buffers") if arrays else []
         different = [index for index, found in enumerate(zip(*digests, strict=True)) if len(set(found)) > 1]
         floats = [index for index in different if keras.backend.is_float_dtype(buffers[index].dtype)]
-        handles = [runtime.allreduce(f"{self._label}.buffer.{index}", arrays[index], arrays[index], ReduceOp.AVERAGE)
+        handles = [runtime.allreduce(f"{self.label}.buffer.{index}", arrays[index], arrays[index], ReduceOp.AVERAGE)
                    for index in floats]  # others are left alone: a sum of masks may overflow
         for index, handle in zip(floats, handles, strict=True):
             handle.wait()
             buffers[index].assign(arrays[index])
-        broadcast_variables([buffers[index] for index in different if index not in floats], 0, f"{self._label}.counts")
+        broadcast_variables([buffers[index] for index in different if index not in floats], 0, f"{self.label}.counts")
 
     def global_weights(self) -> list[tuple[str, Array]] | None:
         """Return the global values of each parameter, flat; None before the first step."""
-        if self._outer is not None or self._state is None or not self.workers:
-            return None if self._outer is None else self._outer.global_weights()
-        return saved_weights(self._state, self._settings, self._parameters())
+        if self._outer is not None:
+            return self._outer.global_weights()
+        return saved_weights(self._state, self._settings, self._parameters()) if self._state and self.workers else None
 
-    def broadcast(self, root_rank: int) -> None:
-        """Go on with rank `root_rank`'s state; all ranks call this."""
-        if self.workers:
-            self.restart(broadcast_object(api.runtime(), self.saved(), root_rank, f"{self._label}.state"))
+    def of_root(self, root_rank: int) -> dict[str, Any] | None:
+        """Return rank `root_rank`'s state; all ranks call this."""
+        state: dict[str, Any] | None = broadcast_object(api.runtime(), self.saved(), root_rank, f"{self.label}.state")
+        return state
 
     def gather(self, optimizer: Any) -> None:
-        """Note rank 0's optimizer state on all ranks, which call this, and go on with its exchanges."""
-        self.gathered = values_of_root(optimizer.variables, 0, f"{self._label}.optimizer")
-        self.broadcast(0)
+        """Gather what a checkpoint has of rank 0; all ranks call this."""
+        self.gathered = values_of_root(optimizer.variables, 0, f"{self.label}.optimizer"), self.of_root(0)
 
     # --- checkpoints of Keras ------------------------------------------------------------------------------------------
 
@@ -264,7 +266,7 @@ class WithOuter(Distributed):
         Args:
             models: whose non-trainable variables become equal too: floating-point ones that differ their mean over all
                 ranks, others rank 0's. An optimizer has none: pass the model when it has moving statistics
-                (BatchNormalization), and on JAX in callbacks of `fit`, where variables have no values otherwise.
+                (BatchNormalization).
 
         Raises:
             MismatchError: when ranks have made different numbers of steps.
