@@ -21,6 +21,7 @@ _HOMES = {
                   "broadcast_variables", "gpu_available"],
     "gradient_tape": ["DistributedGradientTape", "PartialDistributedGradientTape"],
     "keras.tf_strategy": ["MirroredStrategy"],
+    "keras.outer": ["DiLoCo", "LocalSGD"],
     "keras.optimizer": ["DistributedOptimizer", "PartialDistributedOptimizer"],
     "sync_batch_norm": ["SyncBatchNormalization"],
     "elastic": ["elastic"],
@@ -31,7 +32,7 @@ _HOMES = {
 _WHERE = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
-    "Compression", "DistributedGradientTape", "DistributedOptimizer", "MirroredStrategy",
+    "Compression", "DiLoCo", "DistributedGradientTape", "DistributedOptimizer", "LocalSGD", "MirroredStrategy",
     "PartialDistributedGradientTape", "PartialDistributedOptimizer", "SyncBatchNormalization", "allgather",
     "allgather_object", "allreduce", "alltoall", "broadcast", "broadcast_", "broadcast_global_variables",
     "broadcast_object", "broadcast_object_fn", "broadcast_variables", "elastic", "gpu_available", "grouped_allgather",

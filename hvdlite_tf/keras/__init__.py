@@ -20,18 +20,19 @@ from hvdlite_tf.keras import callbacks, elastic
 from hvdlite_tf.keras.backends import with_errors_of_backend as _with_errors_of_backend
 from hvdlite_tf.keras.broadcast import allgather, allreduce, broadcast, reducescatter
 from hvdlite_tf.keras.broadcast import broadcast_variables as _broadcast_variables
-from hvdlite_tf.keras.checkpoints import load, save
+from hvdlite_tf.keras.checkpoints import load, load_model, save
 from hvdlite_tf.keras.hooks import install as _install
-from hvdlite_tf.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer, load_model
+from hvdlite_tf.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
+from hvdlite_tf.keras.outer import DiLoCo, LocalSGD
 from hvdlite_tf.keras.resumable_data import resumable
 from hvdlite_tf.sync_batch_norm import SyncBatchNormalization
 from hvdlite_tf.sync_batch_norm import install as _install_sync_batch_norm
 
 __all__ = [
-    "Compression", "DistributedOptimizer", "MirroredStrategy", "PartialDistributedOptimizer", "SyncBatchNormalization",
-    "allgather", "allgather_object", "allreduce", "broadcast", "broadcast_global_variables", "broadcast_object",
-    "broadcast_variables", "callbacks", "elastic", "join", "load", "load_model", "memory_report", "reducescatter",
-    "resumable", "save",
+    "Compression", "DiLoCo", "DistributedOptimizer", "LocalSGD", "MirroredStrategy", "PartialDistributedOptimizer",
+    "SyncBatchNormalization", "allgather", "allgather_object", "allreduce", "broadcast", "broadcast_global_variables",
+    "broadcast_object", "broadcast_variables", "callbacks", "elastic", "join", "load", "load_model", "memory_report",
+    "reducescatter", "resumable", "save",
 ]
 __all__ += frontend.__all__
 

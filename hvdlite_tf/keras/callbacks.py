@@ -12,6 +12,7 @@ from hvdlite.training.slowness import log_slowness
 from hvdlite_tf.keras.backends import with_errors_of_backend
 from hvdlite_tf.keras.broadcast import broadcast_variables, read_back
 from hvdlite_tf.keras.checkpoints import Checkpoint
+from hvdlite_tf.keras.outer import outer_in
 from hvdlite_tf.keras.stopping import StopTogetherCallback, averaged, refuse_uneven_steps
 from hvdlite_tf.keras.variable_mirror import optimizers_of
 
@@ -69,10 +70,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if getattr(self.model, "_hvdlite_resumed", False):
             return  # from a checkpoint, with what each rank had for itself
         read_back(self.model)
-        optimizers = [variable for optimizer in optimizers_of(self.model) for variable in optimizer.variables]
-        variables = [*self.model.variables, *optimizers]
+        optimizers = optimizers_of(self.model)
+        variables = [*self.model.variables, *(variable for optimizer in optimizers for variable in optimizer.variables)]
         broadcast_variables([variable for variable in variables if id(variable) not in self._local], self.root_rank,
                             "keras.broadcast")
+        for optimizer in filter(None, map(outer_in, optimizers)):
+            optimizer.hvdlite_exchanges.restart(optimizer.hvdlite_exchanges.of_root(self.root_rank))
 
 
 class MetricAverageCallback(keras.callbacks.Callback):

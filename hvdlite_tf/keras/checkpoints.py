@@ -1,13 +1,13 @@
 """Keras' objects in checkpoints, on any backend: `hvd.save` and `hvd.load` (docs/checkpoints.md).
 
-`CheckpointCallback` saves a training of `fit`, and resumes it.
+`Checkpoint` saves a training of `fit`, and resumes it. `load_model` is for models that Keras has saved.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
 
 import keras
 import numpy as np
@@ -16,12 +16,18 @@ from hvdlite.core.array import Array
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.training.checkpoints import kinds, load, save
 from hvdlite.training.checkpoints.directory import Every
+from hvdlite_tf.compression import Compression, Compressor
 from hvdlite_tf.keras.backends import with_errors_of_backend
 from hvdlite_tf.keras.broadcast import array_of, read_back
+from hvdlite_tf.keras.optimizer import DistributedOptimizer, distributed_in
+from hvdlite_tf.keras.outer import outer_in
 from hvdlite_tf.keras.sharded import load_whole, sharded_in, whole_values
 from hvdlite_tf.variables import is_elsewhere, is_sharded
 
-__all__ = ["load", "save"]
+__all__ = ["load", "load_model", "save"]
+
+_OUTER: Final = "hvdlite.outer"
+"""The name of the state of an optimizer's exchanges between workers, after its variables."""
 
 
 class KerasKind(kinds.Kind):
@@ -38,11 +44,21 @@ class KerasKind(kinds.Kind):
         optimizer = sharded_in(value)
         if optimizer is not None:
             optimizer.consolidate_state(to=None)
+        outer = outer_in(getattr(value, "optimizer", value))  # a model's, too
+        if outer is not None:
+            is_model = isinstance(value, keras.Layer)
+            outer.synchronize_outer(*([value] if is_model else []))
+            if not is_model:
+                outer.hvdlite_exchanges.gather(value)
 
     def state_of(self, value: Any) -> Any:
         variables = _variables(value)
-        arrays = whole_values(value) or map(array_of, variables)
-        return [{"name": variable.name, "value": array} for variable, array in zip(variables, arrays, strict=True)]
+        outer, more = outer_in(value), []
+        arrays: Iterable[Array] = whole_values(value) or map(array_of, variables)
+        if outer is not None:
+            (arrays, state), outer.hvdlite_exchanges.gathered = outer.hvdlite_exchanges.gathered, ((), None)
+            more = [{"name": _OUTER, "value": state}]
+        return [{"name": variable.name, "value": array} for variable, array in zip(variables, arrays, strict=True)] + more
 
     def array_of(self, leaf: Any) -> Array | None:
         is_tensor = keras.backend.backend() != "torch" and not isinstance(leaf, np.ndarray) and keras.ops.is_tensor(leaf)
@@ -57,12 +73,17 @@ class KerasKind(kinds.Kind):
                for index, each in enumerate(variables)  # Keras numbers names anew in each process
                if not is_elsewhere(each)]
         elsewhere = {f"variable {index}" for index, each in enumerate(variables) if is_elsewhere(each)}
-        saved = [(f"variable {index}", each["value"].shape, each["value"].dtype.name) for index, each in enumerate(state)]
+        saved = [(f"variable {index}", each["value"].shape, each["value"].dtype.name)
+                 for index, each in enumerate(state) if each["name"] != _OUTER]
         kinds.refuse_other(name, own, [each for each in saved if each[0] not in elsewhere])
         return True
 
     def load(self, value: Any, state: Any) -> bool:
-        variables = _variables(value)
+        variables, outer = _variables(value), outer_in(value)
+        exchanges = next((each["value"] for each in state if each["name"] == _OUTER), None)
+        state = [each for each in state if each["name"] != _OUTER]
+        if outer is not None:
+            outer.hvdlite_exchanges.restart(exchanges)
         if sharded_in(value) is not None:
             return load_whole(value, {str(index): saved["value"] for index, saved in enumerate(state)})
         for variable, saved in zip(variables, state, strict=True):
@@ -88,6 +109,39 @@ def _is_variable(value: Any) -> bool:
 kinds.add(KerasKind())
 if keras.backend.backend() == "torch":
     import hvdlite_torch.checkpoints  # noqa: F401 - torch's random states, which Keras' layers draw from
+
+
+def load_model(filepath: Any, custom_optimizers: Any = None, custom_objects: dict[str, Any] | None = None,
+               compression: type[Compressor] = Compression.none, legacy_opts: bool = False,
+               backward_passes_per_step: int | None = None, average_aggregated_gradients: bool = False) -> Any:
+    """Load a Keras model and wrap its optimizer, whose state is kept.
+
+    Args:
+        custom_optimizers: classes of optimizers that are not registered with Keras.
+        custom_objects: as in `keras.models.load_model`.
+        compression: as in `DistributedOptimizer`.
+        legacy_opts: accepted for Horovod's sake.
+        backward_passes_per_step, average_aggregated_gradients: as they were given to `DistributedOptimizer`; needed when the
+            saved optimizer accumulates gradients, because a saved model does not show whether they were summed or averaged.
+
+    Raises:
+        ValueError: without `backward_passes_per_step`, when the saved optimizer accumulates gradients.
+    """
+    objects = {optimizer.__name__: optimizer for optimizer in custom_optimizers or ()} | dict(custom_objects or {})
+    model = keras.models.load_model(filepath, custom_objects=objects or None)
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None or distributed_in(optimizer) is not None:  # in a scope it is distributed already
+        return model
+    steps = getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps
+    if steps and backward_passes_per_step is None:
+        raise ValueError(
+            f"the optimizer of '{filepath}' accumulates {steps} backward passes, and a saved model does not say whether "
+            "their gradients were summed (hvdlite's default) or averaged. Give load_model what DistributedOptimizer was "
+            f"given: backward_passes_per_step={steps} for sums, with average_aggregated_gradients=True for averages; or "
+            "backward_passes_per_step=1 when it was the optimizer's own gradient_accumulation_steps, which averages")
+    DistributedOptimizer(optimizer, compression=compression, backward_passes_per_step=backward_passes_per_step or 1,
+                         average_aggregated_gradients=average_aggregated_gradients)
+    return model
 
 
 class Checkpoint(keras.callbacks.Callback):

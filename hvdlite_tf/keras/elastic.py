@@ -24,6 +24,7 @@ from hvdlite_tf.keras.elastic_callbacks import (
 )
 from hvdlite_tf.keras.elastic_fit import fit
 from hvdlite_tf.keras.optimizer import distributed_in
+from hvdlite_tf.keras.outer import outer_in
 from hvdlite_tf.variables import is_random_state, moved_on
 
 __all__ = ["CommitStateCallback", "HorovodInternalError", "HostsUpdatedInterrupt", "KerasState", "ObjectState", "State",
@@ -128,6 +129,9 @@ class KerasState(VariablesState):
         if getattr(getattr(distributed_in(self.optimizer), "_hvdlite_settings", None), "sharded", False):
             raise UnsupportedError("an optimizer with sharded=True cannot be part of an elastic state: when a rank is lost, "
                                    "so is the optimizer state of the variables that it owns")
+        if outer_in(self.optimizer) is not None:
+            raise UnsupportedError("an optimizer with outer= cannot be part of an elastic state: its workers have states of "
+                                   "their own")
         if self.optimizer is not None and not getattr(self.optimizer, "built", True):
             self.optimizer.build(model.trainable_variables)
         super().__init__(**kwargs, _position_in_epoch=(0, 0), _place=None, _callbacks=None)

@@ -5,8 +5,9 @@
 - `Trainer.make_train_function`: a training step that was compiled before the optimizer was wrapped, or in another world, is
   compiled again.
 - `LossScaleOptimizer`: it tests reduced gradients, which are equal on all ranks, so an overflow on one rank skips the step
-  on all ranks. If they differ (accumulation, local variables), the ranks combine their tests. Its variables, which are
-  saved, include those of its inner optimizer, of which a sharded one has a part.
+  on all ranks. If they differ (accumulation, local variables, workers), the ranks combine their tests. Its variables,
+  which are saved, include those of its inner optimizer, of which a sharded one has a part.
+- `CallbackList.set_model`: `fit` begins with the callback that merges what workers have learned.
 - The reduction of losses; see `step.py`.
 """
 
@@ -24,6 +25,7 @@ from hvdlite_tf.keras import scope, step
 from hvdlite_tf.keras.backends import all_ranks_true
 from hvdlite_tf.keras.distributed_model import distribute_model
 from hvdlite_tf.keras.optimizer import distributed_in, is_distributed
+from hvdlite_tf.keras.outer import SynchronizeOuterCallback, outer_in
 from hvdlite_tf.keras.sharded import load_whole, save_whole
 
 _log = logging.getLogger("hvdlite")
@@ -37,6 +39,7 @@ def install() -> None:
     for name, hook in (("apply", _applying), ("stateless_apply", _applying_statelessly), ("check_finite", _checking),
                        ("save_own_variables", _saving), ("load_own_variables", _loading)):
         step.replace(scaler, name, hook)
+    step.replace(keras.callbacks.CallbackList, "set_model", _setting)
     step.install()
 
 
@@ -90,6 +93,15 @@ def _making(original: Any) -> Any:
     return make_train_function
 
 
+def _setting(original: Any) -> Any:
+    def set_model(self: Any, model: Any) -> None:
+        if outer_in(getattr(model, "optimizer", None)) is not None and not any(
+                isinstance(each, SynchronizeOuterCallback) for each in self.callbacks):
+            self.callbacks.insert(0, SynchronizeOuterCallback(self.callbacks))
+        original(self, model)
+    return set_model
+
+
 def _applying(original: Any) -> Any:
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> Any:
         if not is_distributed(self.inner_optimizer):
@@ -132,6 +144,9 @@ def _checking(original: Any) -> Any:
         finite = original(self, grads)
         if not is_distributed(self.inner_optimizer):
             return finite
+        outer = outer_in(self.inner_optimizer)
+        if outer is not None:  # workers count the same steps
+            return all_ranks_true(finite, outer._hvdlite_step_reducer(), outer.hvdlite_exchanges.label)
         state = self.inner_optimizer._hvdlite_state
         if state.are_reduced and not state.local:  # these gradients are the same on all ranks that share them
             return finite

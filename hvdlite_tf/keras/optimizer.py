@@ -4,7 +4,7 @@ The optimizer's class is swapped in place for a subclass, so slots and settings 
 what it was, so that saved models load without hvdlite. `apply`, which is public, is where gradients come in, before Keras
 clips them. With `gradient_accumulation_steps` Keras calls `apply` for every part of a step; then gradients are reduced
 where it clips them, which happens once a step. Under a `LossScaleOptimizer`, gradients are reduced before it tests them
-(hooks.py). `load_model` wraps the optimizer of a loaded model again.
+(hooks.py). `load_model` (checkpoints.py) wraps the optimizer of a loaded model again.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.arguments import WRAPPED, check_passes, chosen_groups
+from hvdlite.training.outer.settings import DiLoCo, check_outer
 from hvdlite.training.step_reducer import StepReducer, weighing, weighted_by
 from hvdlite_tf.compression import Compression, Compressor
 from hvdlite_tf.keras.backends import call, create_step_reducer
 from hvdlite_tf.variables import local_variables
 
 if TYPE_CHECKING:
+    from hvdlite_tf.keras.outer import Exchanges
     from hvdlite_tf.keras.sharded import Shards
 
 
@@ -40,12 +42,14 @@ class _Settings:
         scales_local: whether gradients of local variables are divided by the number of ranks.
         summed: how many backward passes are summed; 1 when they are averaged, as Keras does.
         sharded: whether each rank has the state of some variables only.
+        exchanges: between workers, see `outer`; None without it.
     """
 
     arguments: dict[str, Any]
     scales_local: bool = True
     summed: int = 1
     sharded: bool = False
+    exchanges: Exchanges | None = None
 
 
 @dataclasses.dataclass(eq=False)
@@ -140,13 +144,16 @@ class Distributed:
 
         Raises:
             ValueError: for what is no variable, or when gradients are reduced already.
-            UnsupportedError: for a sharded optimizer.
+            UnsupportedError: for an optimizer that is sharded, or of several workers.
         """
         if not (isinstance(var, keras.Variable) or hasattr(var, "assign")):
             raise ValueError(f"register_local_var takes a variable, such as layer.kernel, and no {type(var).__name__}")
         if self._hvdlite_settings.sharded:
             raise UnsupportedError("sharded=True: variables that are left to each rank have no owner; leave out local "
                                    "layers, or sharded")
+        if self._hvdlite_settings.exchanges is not None:
+            raise UnsupportedError("outer=: workers exchange all variables of the optimizer; leave out local layers, or "
+                                   "outer")
         if self._hvdlite_state.has_begun:
             raise ValueError("register_local_var comes too late: this optimizer has been built or has made a step, and "
                              "exchanges the variable's gradients; call it right after hvd.DistributedOptimizer(...)")
@@ -237,7 +244,8 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: 
                          gradient_predivide_factor: float = 1.0, op: ReduceOp = ReduceOp.AVERAGE,
                          backward_passes_per_step: int = 1, average_aggregated_gradients: bool = False,
                          num_groups: int = 0, groups: Any = None, process_set: ProcessSet = global_process_set,
-                         scale_local_gradients: bool = True, use_locking: bool = False, sharded: bool = False) -> Any:
+                         scale_local_gradients: bool = True, use_locking: bool = False, sharded: bool = False,
+                         outer: DiLoCo | None = None) -> Any:
     """Make a Keras 3 optimizer average its gradients over all ranks; returns the same object.
 
     Clipping, loss scaling, weight decay, moving averages and Keras' own gradient accumulation act on reduced gradients.
@@ -261,11 +269,13 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: 
         scale_local_gradients: divide gradients of local variables (`register_local_var`, `PartialDistributedOptimizer`) by
             the number of ranks.
         sharded: whether each rank has the optimizer state of some variables only, which it updates for all ranks.
+        outer: `hvd.DiLoCo(...)` or `hvd.LocalSGD(...)`: gradients are averaged among the ranks of a host only, and hosts
+            exchange changes of the variables every few steps (docs/slow-links.md). All ranks call this then.
 
     Raises:
         ValueError: for another op, an optimizer that is wrapped already or is not Keras 3's, and for a built one that would
             have to begin to accumulate.
-        UnsupportedError: for an optimizer that cannot be sharded.
+        UnsupportedError: for an optimizer that cannot be sharded, and what `outer` does not go with.
         NotInitializedError: before `init()`.
     """
     _check_optimizer(optimizer)
@@ -273,6 +283,13 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: 
     if is_distributed(optimizer) or is_distributed(inner):
         raise ValueError(WRAPPED)
     check_passes(backward_passes_per_step)
+    exchanges = None
+    if outer is not None:
+        check_outer(outer, ReduceOp(op), process_set, (sharded, "sharded=True gives variables to owners on all ranks"),
+                    (inner.use_ema, "use_ema=True replaces variables by this rank's averages"))
+        from hvdlite_tf.keras.outer import Exchanges
+        exchanges = Exchanges(outer)
+        process_set = exchanges.process_set
     arguments = {"compression": compression, "sparse_as_dense": sparse_as_dense, "op": op,
                  "gradient_predivide_factor": gradient_predivide_factor, "process_set": process_set,
                  "groups": chosen_groups(groups, num_groups)}
@@ -282,7 +299,7 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: 
     if sharded:
         from hvdlite_tf.keras.sharded import check_sharded  # it extends `Distributed`
         check_sharded(inner)
-    _wrap(inner, _Settings(arguments, scale_local_gradients, summed, sharded))
+    _wrap(inner, _Settings(arguments, scale_local_gradients, summed, sharded, exchanges))
     return optimizer
 
 
@@ -328,6 +345,10 @@ def _wrap(optimizer: Any, settings: _Settings, when_used: bool = False) -> Any:
     if settings.sharded:
         from hvdlite_tf.keras.sharded import Sharded  # it extends `Distributed`
         kind = Sharded
+    if settings.exchanges is not None:
+        from hvdlite_tf.keras.outer import WithOuter
+        kind = WithOuter
+        object.__setattr__(optimizer, "hvdlite_exchanges", settings.exchanges)  # Keras saves it, too
     fields = {"__module__": base.__module__, "_hvdlite_base": base, "_hvdlite_settings": settings}
     if not when_used:  # names follow the order in which optimizers are made
         state = _State(create_step_reducer(**settings.arguments))
@@ -365,36 +386,3 @@ def _check_optimizer(optimizer: Any) -> None:
                          "Keras 3's: unset TF_USE_LEGACY_KERAS, or import keras instead of tf.keras. Loops of your own over "
                          "Keras 2's optimizers can use hvdlite_tf.DistributedGradientTape")
     raise ValueError(f"DistributedOptimizer takes a Keras 3 optimizer, not {type(optimizer).__name__}")
-
-
-def load_model(filepath: Any, custom_optimizers: Any = None, custom_objects: dict[str, Any] | None = None,
-               compression: type[Compressor] = Compression.none, legacy_opts: bool = False,
-               backward_passes_per_step: int | None = None, average_aggregated_gradients: bool = False) -> Any:
-    """Load a Keras model and wrap its optimizer, whose state is kept.
-
-    Args:
-        custom_optimizers: classes of optimizers that are not registered with Keras.
-        custom_objects: as in `keras.models.load_model`.
-        compression: as in `DistributedOptimizer`.
-        legacy_opts: accepted for Horovod's sake.
-        backward_passes_per_step, average_aggregated_gradients: as they were given to `DistributedOptimizer`; needed when the
-            saved optimizer accumulates gradients, because a saved model does not show whether they were summed or averaged.
-
-    Raises:
-        ValueError: without `backward_passes_per_step`, when the saved optimizer accumulates gradients.
-    """
-    objects = {optimizer.__name__: optimizer for optimizer in custom_optimizers or ()} | dict(custom_objects or {})
-    model = keras.models.load_model(filepath, custom_objects=objects or None)
-    optimizer = getattr(model, "optimizer", None)
-    if optimizer is None or distributed_in(optimizer) is not None:  # in a scope it is distributed already
-        return model
-    steps = getattr(optimizer, "inner_optimizer", optimizer).gradient_accumulation_steps
-    if steps and backward_passes_per_step is None:
-        raise ValueError(
-            f"the optimizer of '{filepath}' accumulates {steps} backward passes, and a saved model does not say whether "
-            "their gradients were summed (hvdlite's default) or averaged. Give load_model what DistributedOptimizer was "
-            f"given: backward_passes_per_step={steps} for sums, with average_aggregated_gradients=True for averages; or "
-            "backward_passes_per_step=1 when it was the optimizer's own gradient_accumulation_steps, which averages")
-    DistributedOptimizer(optimizer, compression=compression, backward_passes_per_step=backward_passes_per_step or 1,
-                         average_aggregated_gradients=average_aggregated_gradients)
-    return model

@@ -25,7 +25,7 @@ from hvdlite.training.objects import allgather_object
 from hvdlite.training.ownership import assign_owners
 from hvdlite.training.replicas import check_replicas, digest
 from hvdlite.training.step_reducer import StepReducer
-from hvdlite_tf.keras.backends import call, with_errors_of_backend
+from hvdlite_tf.keras.backends import call, cond, values_of, with_errors_of_backend
 from hvdlite_tf.keras.broadcast import array_of
 from hvdlite_tf.keras.optimizer import Distributed, distributed_in
 from hvdlite_tf.variables import is_elsewhere, is_sharded
@@ -89,7 +89,7 @@ class Shards:
                      for name, array in zip([*names, "iterations"], arrays, strict=False)]
             check_replicas(self._reducer.take_part(), named, f"{self.name}.begin", self._reducer.process_set, _ADVICE)
             return [arrays[-1]]
-        return call(compare, [*_values([*variables, iterations]), gradient], [gradient])[0]
+        return call(compare, [*values_of([*variables, iterations]), gradient], [gradient])[0]
 
     def publish(self, variables: Sequence[Any], is_due: Any = True) -> None:
         """Give every rank the owners' values of variables; all ranks call this with the same ones.
@@ -109,7 +109,7 @@ class Shards:
             self.gathered = None
             found = {owner: iter(each) for owner, each in self.exchange(arrays, kinds, "values").items()}
             return [next(found[owner]) for owner in owners]
-        results = _cond(is_due, lambda: call(publish, _values(own), _values(changed)), lambda: _values(changed))
+        results = cond(is_due, lambda: call(publish, values_of(own), values_of(changed)), lambda: values_of(changed))
         for variable, result in zip(changed, results, strict=True):
             variable.assign(result)
 
@@ -274,7 +274,7 @@ class Sharded(Distributed):
         shards.has_begun = True
         done, first = self._iterations, grads[0]  # type: ignore[attr-defined]
         values = first.values if hasattr(first, "dense_shape") else first  # tf.IndexedSlices
-        values = _cond(done == shards.start, lambda: shards.check(trainable_variables, done, values), lambda: values)
+        values = cond(done == shards.start, lambda: shards.check(trainable_variables, done, values), lambda: values)
         first = type(first)(values, first.indices, first.dense_shape) if hasattr(first, "dense_shape") else values
         with self._hvdlite_only_own(shards):
             super()._backend_apply_gradients([first, *grads[1:]], trainable_variables)
@@ -376,21 +376,8 @@ def load_whole(optimizer: Any, store: Any) -> bool:
     return True
 
 
-def _cond(predicate: Any, true_fn: Callable[[], Any], false_fn: Callable[[], Any]) -> Any:
-    """Like `keras.ops.cond`, which puts its own text around errors, also where nothing is compiled."""
-    try:
-        is_true = bool(predicate)
-    except TypeError:  # TensorFlow's and JAX's for a tensor of a compiled function
-        return keras.ops.cond(predicate, true_fn, false_fn)
-    return true_fn() if is_true else false_fn()
-
-
 def _kind(variable: Any) -> Kind:
     return tuple(variable.shape), keras.backend.standardize_dtype(variable.dtype)
-
-
-def _values(variables: Sequence[Any]) -> list[Any]:
-    return list(map(keras.ops.convert_to_tensor, variables))
 
 
 def _stand_in(variable: Any) -> Any:

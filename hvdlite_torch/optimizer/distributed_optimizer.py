@@ -22,13 +22,13 @@ from hvdlite.training.arguments import (
     group_ids,
     shown_without_internal,
 )
-from hvdlite.training.outer.settings import DiLoCo
+from hvdlite.training.outer.settings import DiLoCo, check_outer
 from hvdlite_torch.comm_hooks.exchange import CommHook, check_hook
 from hvdlite_torch.compression import Compression, Compressor
 from hvdlite_torch.optimizer.adasum import DistributedAdasum, check_whole_job
 from hvdlite_torch.optimizer.base import DistributedBase, is_distributed
 from hvdlite_torch.optimizer.distributed import Distributed, WrappedOptimizer, numbered
-from hvdlite_torch.optimizer.outer import WithOuter, check_outer
+from hvdlite_torch.optimizer.outer import WithOuter
 from hvdlite_torch.optimizer.reduction import ReductionSettings, chosen_wait
 from hvdlite_torch.optimizer.sharded import Sharded, check_sharded
 
@@ -129,7 +129,10 @@ def DistributedOptimizer(
         check_sharded(optimizer, op)
         kind = Sharded
     if outer is not None:
-        check_outer(outer, optimizer, op, process_set, has_hook=comm_hook is not None, is_sharded=sharded)
+        check_outer(outer, op, process_set,
+                    (comm_hook is not None, "comm_hook decides itself with whom gradients are exchanged"),
+                    (sharded, "sharded=True gives parameters to owners on all ranks"),
+                    (isinstance(optimizer, torch.optim.SparseAdam), "SparseAdam has sparse gradients"))
         kind = WithOuter
     if op is ReduceOp.ADASUM:
         kind = DistributedAdasum

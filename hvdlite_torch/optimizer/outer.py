@@ -14,12 +14,11 @@ import torch
 
 from hvdlite.core.array import Array
 from hvdlite.core.errors import UnsupportedError
-from hvdlite.core.process_set import ProcessSet, global_process_set
+from hvdlite.core.process_set import global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training import objects
-from hvdlite.training.outer.outer import Outer, Parameter, agree_on_workers, saved_weights
-from hvdlite.training.outer.settings import DiLoCo
+from hvdlite.training.outer.outer import Outer, Parameter, agree_on_workers, register_worker, saved_weights
 from hvdlite.training.replicas import digest
 from hvdlite_torch.arrays.tensors import on_host
 from hvdlite_torch.collectives.broadcasts import broadcast_tensors
@@ -46,13 +45,7 @@ class WithOuter(Distributed):
             raise UnsupportedError("outer= does not work in elastic jobs: leave out --min-np and --host-discovery-script")
         self._outer_label = runtime.names.label("torch.outer")
         self.workers = agree_on_workers(runtime, self._settings.outer, self._outer_label)
-        self._settings.process_set = global_process_set
-        for ranks in self.workers:
-            found = runtime.process_set_of(ranks)
-            number = runtime.add_process_set(ranks).wait() if found is None else found
-            if runtime.world.rank in ranks:
-                self._settings.process_set = ProcessSet(ranks)
-                self._settings.process_set.register(number, runtime.world.rank)
+        self._settings.process_set = register_worker(runtime, self.workers) or global_process_set
         super()._attach(runtime, label)
 
     def _detach(self) -> None:
@@ -247,27 +240,6 @@ class _Weights:
         own = self._some(parameters)
         whole = torch.from_numpy(values).split([each.numel() for each in own])
         return [(each, place.view(each.shape)) for each, place in zip(own, whole, strict=True)]
-
-
-def check_outer(outer: Any, optimizer: torch.optim.Optimizer, op: ReduceOp, process_set: ProcessSet, *,
-                has_hook: bool, is_sharded: bool) -> None:
-    """Raise an error for what does not go with `outer`.
-
-    Raises:
-        ValueError: for something that is no `DiLoCo`, and a process set.
-        UnsupportedError: for other arguments and optimizers.
-    """
-    if not isinstance(outer, DiLoCo):
-        raise ValueError(f"outer must be hvd.DiLoCo(...) or hvd.LocalSGD(...), not {outer!r}")
-    if process_set is not global_process_set:
-        raise ValueError("outer= trains with all ranks of the job: leave process_set out, and give "
-                         "outer=hvd.DiLoCo(workers=[...]) the process sets that are workers")
-    for is_there, what in ((op is ReduceOp.ADASUM, "op=Adasum combines the steps of all ranks in every step"),
-                           (has_hook, "comm_hook decides itself with whom gradients are exchanged"),
-                           (is_sharded, "sharded=True gives parameters to owners on all ranks"),
-                           (isinstance(optimizer, torch.optim.SparseAdam), "SparseAdam has sparse gradients")):
-        if is_there:
-            raise UnsupportedError(f"outer=: {what}, and workers train by themselves; leave one of the two out")
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -43,13 +44,15 @@ def imported(backend: str) -> list[str]:
     return list(dict.fromkeys([backend, "tensorflow", "keras"]))  # keras.utils.set_random_seed imports TensorFlow
 
 
-def run(size: int, program: str, *arguments: object, timeout: float = 150.0, **environment: str) -> list[Ended]:
+def run(size: int, program: str, *arguments: object, timeout: float = 150.0, hosts: Sequence[int] = (),
+        **environment: str) -> list[Ended]:
     """Run a program on `size` ranks; one that fails fails the test, with its output.
 
     Args:
         program: "module:function", the module within `PROGRAMS`.
         arguments: of the function, literals.
+        hosts: how many ranks each of several hosts has.
     """
     environment = {**ENVIRONMENT, **environment}
-    return processes(size, f"{PROGRAMS}.{program}", *arguments, timeout=timeout, environment=environment,
+    return processes(size, f"{PROGRAMS}.{program}", *arguments, timeout=timeout, environment=environment, hosts=hosts,
                      imported=imported(environment["KERAS_BACKEND"]))

@@ -21,6 +21,7 @@ import numpy as np
 
 from hvdlite.core.array import Array
 from hvdlite.core.errors import MismatchError, UnsupportedError
+from hvdlite.core.process_set import ProcessSet
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training import objects
 from hvdlite.training.outer.exchange import Exchange, Round
@@ -83,6 +84,18 @@ def agree_on_workers(runtime: Runtime, settings: DiLoCo, label: str) -> tuple[tu
         _log.warning("outer= changes nothing here: all %d ranks are one worker (workers=%r), which averages gradients in "
                      "every step", runtime.world.size, settings.workers)
     return ()
+
+
+def register_worker(runtime: Runtime, workers: Sequence[tuple[int, ...]]) -> ProcessSet | None:
+    """Register the workers as process sets, and return that of this rank; None without workers. All ranks call this."""
+    own = None
+    for ranks in workers:
+        found = runtime.process_set_of(ranks)
+        number = runtime.add_process_set(ranks).wait() if found is None else found
+        if runtime.world.rank in ranks:
+            own = ProcessSet(ranks)
+            own.register(number, runtime.world.rank)
+    return own
 
 
 def _check_equal(runtime: Runtime, own: str, name: str, advice: str) -> None:
@@ -175,6 +188,13 @@ class Outer:
         self._exchange.close()
 
     # --- steps ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next `stepped` begins or merges something; else it needs no weights."""
+        following = self.step + 1
+        return bool(self._schedule.beginning(following)) or any(
+            self._fragments[index].due <= following for index in self._rounds)
 
     def stepped(self) -> None:
         """The optimizer has made a step: begin and merge what is due."""

@@ -11,7 +11,9 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from hvdlite.core.process_set import ProcessSet
+from hvdlite.core.errors import UnsupportedError
+from hvdlite.core.process_set import ProcessSet, global_process_set
+from hvdlite.core.types import ReduceOp
 from hvdlite.core.world import Hosts
 
 CARRY = "carry"
@@ -105,6 +107,26 @@ def LocalSGD(every: int, *, workers: str | Sequence[ProcessSet] = "host") -> DiL
         ValueError: for invalid arguments.
     """
     return DiLoCo(every, workers=workers, fragments=1, delay=0, lr=1.0, momentum=0.0, nesterov=False, wire=None)
+
+
+def check_outer(outer: object, op: ReduceOp, process_set: ProcessSet, *refused: tuple[bool, str]) -> None:
+    """Raise an error for what does not go with `outer`.
+
+    Args:
+        refused: whether something is there, and what it is and does.
+
+    Raises:
+        ValueError: for something that is no `DiLoCo`, and a process set.
+        UnsupportedError: for Adasum, and what is refused.
+    """
+    if not isinstance(outer, DiLoCo):
+        raise ValueError(f"outer must be hvd.DiLoCo(...) or hvd.LocalSGD(...), not {outer!r}")
+    if process_set is not global_process_set:
+        raise ValueError("outer= trains with all ranks of the job: leave process_set out, and give "
+                         "outer=hvd.DiLoCo(workers=[...]) the process sets that are workers")
+    for is_there, what in ((op is ReduceOp.ADASUM, "op=Adasum combines the steps of all ranks in every step"), *refused):
+        if is_there:
+            raise UnsupportedError(f"outer=: {what}, and workers train by themselves; leave one of the two out")
 
 
 def _is_count(value: object, least: int) -> bool:

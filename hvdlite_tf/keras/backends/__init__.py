@@ -18,6 +18,7 @@ import keras
 import numpy as np
 
 from hvdlite.core.array import Array
+from hvdlite.core.process_set import GLOBAL_PROCESS_SET_ID
 from hvdlite.core.types import ReduceOp
 from hvdlite.training.step_reducer import StepReducer
 from hvdlite_tf.compression import Compression
@@ -43,17 +44,36 @@ def call(function: Callable[[Sequence[Array]], Sequence[Array]], tensors: Sequen
     return _backend().call(function, tensors, like) if like else []
 
 
+def cond(predicate: Any, true_fn: Callable[[], Any], false_fn: Callable[[], Any]) -> Any:
+    """Like `keras.ops.cond`, which puts its own text around errors, also where nothing is compiled."""
+    try:
+        is_true = bool(predicate)
+    except TypeError:  # TensorFlow's and JAX's for a tensor of a compiled function
+        return keras.ops.cond(predicate, true_fn, false_fn)
+    return true_fn() if is_true else false_fn()
+
+
+def values_of(variables: Sequence[Any]) -> list[Any]:
+    """Return the variables' values as tensors."""
+    return list(map(keras.ops.convert_to_tensor, variables))
+
+
 def copies(variables: Sequence[Any]) -> list[Any]:
     """Return copies of the variables' values, on their devices."""
     return list(_backend().copies([getattr(variable, "_value", variable) for variable in variables]))
 
 
-def all_ranks_true(flag: Any, reducer: StepReducer) -> Any:
-    """Return whether a scalar boolean tensor is true on all ranks that share a reducer's gradients."""
+def all_ranks_true(flag: Any, reducer: StepReducer, label: str | None = None) -> Any:
+    """Return whether a scalar boolean tensor is true on all ranks that share a reducer's gradients.
+
+    Args:
+        label: equal on all ranks: the tensor is to be true on all ranks of the job.
+    """
     def reduce(arrays: Sequence[Array]) -> list[Array]:
         result = np.empty_like(arrays[0])
-        reducer.take_part().allreduce(f"{reducer.label}.finite", arrays[0], result, ReduceOp.MIN,
-                                      process_set=reducer.process_set).wait()
+        reducer.take_part().allreduce(
+            f"{label or reducer.label}.finite", arrays[0], result, ReduceOp.MIN,
+            process_set=GLOBAL_PROCESS_SET_ID if label else reducer.process_set).wait()
         return [result]
     return keras.ops.cast(call(reduce, [keras.ops.cast(flag, "int32")])[0], "bool")
 
