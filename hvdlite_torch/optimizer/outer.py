@@ -92,7 +92,7 @@ class WithOuter(Distributed):
         self._restart(None)
         try:
             keeps_state = recover(self._runtime, self._outer_label, self._settings.outer, self.workers, self._described(),
-                    _Weights(self._all_parameters()), state)
+                                  _Weights(self._all_parameters()), state)
         finally:
             self._state = state or None
         self._is_recovered = True
