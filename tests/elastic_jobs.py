@@ -131,6 +131,10 @@ class ElasticJob:
             server.close()
         self._servers.clear()
 
+    def host_of(self, member: int) -> str:
+        """Return the host of a member."""
+        return self._authority.world.everybody[member].host
+
     # --- what is waited for ----------------------------------------------------------------------------------------------
 
     def until(self, condition: Callable[[], bool], timeout: float = worlds.HANGS_SECONDS) -> None:

@@ -11,7 +11,7 @@ from hvdlite.core.errors import UnsupportedError
 from hvdlite.training.checkpoints import kinds, load, save
 from hvdlite_torch.arrays.tensors import host_tensor, on_host
 from hvdlite_torch.collectives.broadcasts import load_exactly
-from hvdlite_torch.optimizer.outer import WithOuter
+from hvdlite_torch.optimizer.outer import has_workers
 from hvdlite_torch.optimizer.sharded import Sharded
 
 __all__ = ["load", "save"]
@@ -32,7 +32,7 @@ class TorchKind(kinds.Kind):
     def gather(self, value: Any) -> None:
         if isinstance(value, Sharded):
             value.consolidate_state_dict(to=None)
-        if isinstance(value, WithOuter) and value.workers:
+        if has_workers(value):
             raise UnsupportedError("hvd.save divides state that is the same on all ranks, and with outer= each worker has "
                                    "its own: save optimizer.state_dict() and the model on each rank with torch.save")
 

@@ -20,8 +20,12 @@ from hvdlite.core.errors import UnsupportedError
 from hvdlite.training.checkpoints.kinds import has_state
 from hvdlite_torch.collectives.broadcasts import broadcast_structure, load_exactly, with_rooms
 from hvdlite_torch.elastic.elastic_sampler import ElasticSampler
+from hvdlite_torch.optimizer.outer import WithOuter
 from hvdlite_torch.optimizer.sharded import Sharded
 from hvdlite_torch.rows import mapped, tensors_in
+
+OWN_STATE = "'s state"
+"""What the name of an optimizer's part has in addition that each worker has for itself."""
 
 
 class StateHandler:
@@ -130,7 +134,17 @@ class StateDictHandler(StateHandler):
         self.value.load_state_dict(copied_over(structure, None))
 
 
-class ModelStateHandler(StateDictHandler):
+class DictHandler(StateDictHandler):
+    """Handles an object whose state dict has parts that are sent by themselves."""
+
+    def stage_received(self, structure: Any) -> Any:
+        """Put memory in place of a received part's placeholders, in the staged copy of the own state."""
+        received = with_rooms(structure, {name: self.staged[name] for name in structure if name in self.staged})
+        self.staged.update(received)
+        return received
+
+
+class ModelStateHandler(DictHandler):
     """Handles a module: parameters and buffers."""
 
     def load(self, structure: Any) -> None:
@@ -142,12 +156,6 @@ class ModelStateHandler(StateDictHandler):
         buffers = {name for name, _ in self.value.named_buffers()} & state.keys()
         return {"": {name: each for name, each in state.items() if name not in buffers},
                 "'s buffers": {name: each for name, each in state.items() if name in buffers}}
-
-    def stage_received(self, structure: Any) -> Any:
-        """Put memory in place of a received part's placeholders, in the staged copy of the own state."""
-        received = with_rooms(structure, {name: self.staged[name] for name in structure if name in self.staged})
-        self.staged.update(received)
-        return received
 
     def small_copy(self, room: Buffers | None) -> Buffers:
         """Return a copy of the buffers that commits have, too."""
@@ -167,7 +175,7 @@ class ModelStateHandler(StateDictHandler):
                 owner[name] = tensor.copy_(copied)
 
 
-class OptimizerStateHandler(StateDictHandler):
+class OptimizerStateHandler(DictHandler):
     """Handles an optimizer: state, in its own dtypes, and hyper-parameters."""
 
     def __init__(self, value: Any) -> None:
@@ -181,6 +189,12 @@ class OptimizerStateHandler(StateDictHandler):
     def load(self, structure: Any) -> None:
         """Load a copy, in the memory of the optimizer's tensors where that fits."""
         load_exactly(self.value, copied_over(structure, self.value.state_dict()))
+
+    def parts(self, state: Any) -> dict[str, Any]:
+        """Return each parameter's state apart, where it may differ between ranks."""
+        if not isinstance(self.value, WithOuter):
+            return {"": state}
+        return {"": {name: each for name, each in state.items() if name != "state"}, OWN_STATE: {"state": state["state"]}}
 
     def small_copy(self, room: Any) -> Any:
         """Return a copy of the hyper-parameters."""

@@ -18,7 +18,8 @@ from hvdlite_torch.arrays.tensors import on_host
 from hvdlite_torch.collectives.broadcasts import Placeholder, broadcast_tensors, taken_out, with_rooms
 from hvdlite_torch.elastic.body_loader import SCALE, BodyLoader
 from hvdlite_torch.elastic.elastic_sampler import ElasticSampler
-from hvdlite_torch.elastic.handlers import StateDictHandler, StateHandler, handler_for
+from hvdlite_torch.elastic.handlers import OWN_STATE, StateDictHandler, StateHandler, handler_for
+from hvdlite_torch.optimizer.outer import WithOuter, has_workers
 
 _ALIKE = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler, ElasticSampler)
 """Types whose state dicts are equal on all ranks after `sync`, if scripts do not change how they are loaded."""
@@ -139,13 +140,16 @@ class TorchState(ComparedState):
         runtime = api.runtime()
         is_root = runtime.world.rank == 0
         handlers, digests = self._built_in(), Digests()
+        kept = {name + OWN_STATE for name, handler in handlers.items()
+                if isinstance(handler.value, WithOuter) and handler.value.recover()}
         states: dict[str, Part] = {}
         owners: dict[str, tuple[StateDictHandler, str]] = {}  # of parts: the handlers, and which part of theirs
         for name, handler in handlers.items():
             for added, each in handler.parts(self._checked(name, handler.value.state_dict)).items():
                 states[name + added] = _part(name, each, digests)
                 owners[name + added] = handler, added
-        found = self._compare(states, {name: _part(name, value, digests) for name, value in self._attributes().items()})
+        found = self._compare(states, {name: _part(name, value, digests) for name, value in self._attributes().items()},
+                              kept)
         tensors: list[torch.Tensor] = []
         values: dict[str, Any] = {}
         for handler in handlers.values():
@@ -153,7 +157,9 @@ class TorchState(ComparedState):
         for name, part in found.parts.items():
             if name not in found.sent:
                 continue
-            if name in owners:
+            if name in kept and not is_root:
+                value = with_rooms(part.structure, None)  # for others
+            elif name in owners:
                 handler, added = owners[name]
                 value = handler.parts(handler.staged)[added] if is_root else handler.stage_received(part.structure)
             else:
@@ -173,6 +179,7 @@ class TorchState(ComparedState):
         self._check_replicas(self._replicated(found.parts.keys() - states.keys(), digests))
 
     def _small_copy(self, room: Any) -> Any:
+        self._can_repeat_steps = any(has_workers(handler.value) for handler in self._handlers.values())
         handlers = {name: handler for name, handler in self._handlers.items() if isinstance(handler, StateDictHandler)}
         if len(handlers) < len(self._handlers):
             return None  # a handler of the script's, of which it is not known what a body changes
@@ -201,6 +208,9 @@ class TorchState(ComparedState):
         if unknown:
             raise UnsupportedError(f"attribute '{unknown[0]}' of the elastic state has a handler of the script's, so no "
                                    "checkpoint of it can be written; call hvd.save in the training function")
+        if any(isinstance(handler.value, WithOuter) for handler in self._handlers.values()):
+            raise UnsupportedError("a checkpoint of the state is divided among the ranks, and with outer= each worker has "
+                                   "its own: save optimizer.state_dict() and the model on each rank with torch.save")
         return {**super()._durable_parts(), **{name: handler.value for name, handler in self._handlers.items()}}
 
     def reset(self) -> None:
@@ -292,6 +302,8 @@ def _equal_part(value: Any) -> Any:
     if isinstance(value, torch.nn.Module):  # a script defines its own extra state, and may add what is no tensor
         return {name: each for name, each in state.items()
                 if isinstance(each, torch.Tensor) and not name.endswith("_extra_state")}
+    if has_workers(value):
+        return {name: each for name, each in state.items() if name != "state"}
     loads = getattr(type(value), "load_state_dict", None)
     return state if getattr(loads, "__module__", "").partition(".")[0] in ("torch", "hvdlite_torch") else None
 

@@ -16,9 +16,11 @@ from hvdlite.core.array import Array
 from hvdlite.core.errors import UnsupportedError
 from hvdlite.core.process_set import global_process_set
 from hvdlite.core.types import ReduceOp
+from hvdlite.runtime.names import Names
 from hvdlite.runtime.runtime import Runtime
 from hvdlite.training import objects
 from hvdlite.training.outer.outer import Outer, Parameter, agree_on_workers, register_worker, saved_weights
+from hvdlite.training.outer.recovery import recover
 from hvdlite.training.replicas import digest
 from hvdlite_torch.arrays.tensors import on_host
 from hvdlite_torch.collectives.broadcasts import broadcast_tensors
@@ -36,17 +38,26 @@ class WithOuter(Distributed):
     _goes_first = False, True  # other hooks after the step see the merged parameters
     _outer: Outer | None = None  # of this world, from the first step on
     _state: dict[str, Any] | None = None  # with which it is to begin
+    _is_recovered = False  # in this world
     workers: tuple[tuple[int, ...], ...] = ()
     """The ranks of each; empty where there is one. With several, parameters and state differ between ranks."""
 
     def _attach(self, runtime: Runtime, label: str | None = None) -> None:
         assert self._settings.outer is not None
-        if runtime.world.epoch:
-            raise UnsupportedError("outer= does not work in elastic jobs: leave out --min-np and --host-discovery-script")
-        self._outer_label = runtime.names.label("torch.outer")
+        if runtime.world.epoch and not isinstance(self._settings.outer.workers, str):
+            raise UnsupportedError('outer=: in an elastic job workers= is "host" or "rank": ranks that join later are in no '
+                                   "process set that the script has made")
+        self._outer_label, self._is_recovered = runtime.names.label("torch.outer"), False
         self.workers = agree_on_workers(runtime, self._settings.outer, self._outer_label)
         self._settings.process_set = register_worker(runtime, self.workers) or global_process_set
         super()._attach(runtime, label)
+
+    def world_began(self, runtime: Runtime) -> None:
+        """Wait for the next step, or `recover`: the ranks compare their arguments then."""
+
+    def next_label(self, names: Names) -> str:
+        """Return "": process sets of workers are of one world."""
+        return ""
 
     def _detach(self) -> None:
         self._restart(self._saved())
@@ -61,14 +72,26 @@ class WithOuter(Distributed):
         self._outer, self._state = None, state
 
     def _saved(self) -> dict[str, Any] | None:
-        if self._outer is not None:
-            return self._outer.state()
-        return None if self._trains_alone else self._state
+        return self._state if self._outer is None else self._outer.state()
 
-    @property
-    def _trains_alone(self) -> bool:
-        """Whether there is one worker; not known before the first world."""
-        return self._is_attached and not self.workers
+    def recover(self) -> bool:
+        """At the beginning of a world of an elastic job, merge everything: parameters become equal on all ranks.
+
+        `TorchState.sync` calls this on all ranks. Return whether this worker keeps its optimizer state.
+        """
+        self._take_part()
+        assert self._settings.outer is not None
+        state = self._saved() or {}
+        self._restart(None)
+        try:
+            keeps_state = recover(self._runtime, self._outer_label, self._settings.outer, self.workers, self._described(),
+                                  _Weights(self._all_parameters()), state)
+        finally:
+            self._state = state or None
+        self._is_recovered = True
+        if not self.workers:
+            self._state = None
+        return keeps_state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Like the base class's, before the first step.
@@ -139,7 +162,7 @@ class WithOuter(Distributed):
         parameters = {self._settings.names[each]: each for each in self._all_parameters()}
         if self._outer is not None:
             named = self._outer.global_weights()
-        elif self._state is not None and not self._trains_alone:  # of a checkpoint, or of the last world
+        elif self._state is not None:  # of a checkpoint, or of the last world
             assert self._settings.outer is not None
             named = saved_weights(self._state, self._settings.outer, self._described())
         else:
@@ -180,7 +203,14 @@ class WithOuter(Distributed):
 
     def _begin_outer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """In the first step: the parameters, before they change, are the global weights."""
-        if not self.workers or self._outer is not None:
+        if self._outer is not None:
+            return
+        if self._runtime.world.epoch and not self._is_recovered:
+            raise UnsupportedError(f"rank {self._runtime.world.rank}: outer=: in an elastic job this optimizer has to be "
+                                   "part of the state, hvd.elastic.TorchState(model, optimizer), and to step inside "
+                                   "hvd.elastic.run: other ranks would go on with other weights after a change")
+        if not self.workers:
+            self._state = None
             return
         assert self._settings.outer is not None
         self._outer = Outer(self._runtime, self._outer_label, self._settings.outer, self.workers, self._described(),
@@ -240,6 +270,11 @@ class _Weights:
         own = self._some(parameters)
         whole = torch.from_numpy(values).split([each.numel() for each in own])
         return [(each, place.view(each.shape)) for each, place in zip(own, whole, strict=True)]
+
+
+def has_workers(value: Any) -> bool:
+    """Return whether an object is an optimizer of several workers, whose states differ."""
+    return isinstance(value, WithOuter) and bool(value.workers)
 
 
 def _real(tensor: torch.Tensor) -> torch.Tensor:

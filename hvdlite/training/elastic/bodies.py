@@ -132,6 +132,8 @@ class State:
     """What `_steps_so_far` was at that boundary."""
     _small: Any = None
     """A copy of the small things at that boundary; None if there is none."""
+    _can_repeat_steps = False
+    """Whether a body can be run again after its step, because each worker's parameters count (`outer=`)."""
     _in_body = False
     _is_commit_due = False
     _keeps_gradients = False
@@ -333,6 +335,7 @@ class State:
     def _stopped(self, report: StateReport) -> StateReport:
         """The world has ended; return a report with this state's position."""
         boundaries = self._boundaries if self._body is None else self._body
-        can_resume = self._small is not None and self._steps == self._steps_so_far() and not report.is_behind
+        has_parameters = self._can_repeat_steps or self._steps == self._steps_so_far()
+        can_resume = self._small is not None and has_parameters and not report.is_behind
         self._boundaries, self._in_body, self._is_commit_due = 0, False, False
         return msgspec.structs.replace(report, commits=self._commits, boundaries=boundaries, can_resume=can_resume)

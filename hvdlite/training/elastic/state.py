@@ -262,12 +262,13 @@ class ComparedState(ObjectState):
     _same_by_repr: frozenset[type] = frozenset((bool, float, complex, str, bytes, type(None)))
     """Types whose values are equal bit by bit if they have the same `repr`."""
 
-    def _compare(self, states: dict[str, Part], attributes: dict[str, Part]) -> Comparison:
+    def _compare(self, states: dict[str, Part], attributes: dict[str, Part], kept: Collection[str] = ()) -> Comparison:
         """Compare this rank's parts with rank 0's; changes nothing.
 
         Args:
             states: parts that all ranks must have.
             attributes: parts that some ranks may lack.
+            kept: those that this rank keeps as they are.
 
         Raises:
             UnsupportedError: on all ranks, when something of rank 0 cannot be pickled.
@@ -275,8 +276,8 @@ class ComparedState(ObjectState):
         """
         own, runtime = {**states, **attributes}, api.runtime()
         position, parts = self._of_root(own)
-        lacks = [runtime.world.rank > 0 and not (name in own and own[name].equals(part, self._same_by_repr))
-                 for name, part in parts.items()]
+        lacks = [runtime.world.rank > 0 and name not in kept
+                 and not (name in own and own[name].equals(part, self._same_by_repr)) for name, part in parts.items()]
         everywhere = runtime.allgather("elastic.differs", np.array([lacks], np.uint8)).wait()
         return Comparison(position, parts, frozenset(itertools.compress(parts, lacks)),
                           frozenset(itertools.compress(parts, everywhere.any(axis=0))))

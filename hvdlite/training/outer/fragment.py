@@ -43,6 +43,7 @@ class Fragment:
         due: the step at which the one under way is merged.
         is_reset: whether local weights became the global ones while an exchange was under way: "carry" and shares have no
             meaning then, and its merge replaces them.
+        merges: how often the global weights have changed.
     """
 
     weights: Array
@@ -52,12 +53,13 @@ class Fragment:
     begun: int = 0
     due: int = 0
     is_reset: bool = False
+    merges: int = 0
 
     def state(self) -> dict[str, Any]:
         """Return copies of all fields, for a checkpoint; errors as a list."""
         errors = self.errors and [self.errors.change, self.errors.mean]
         return copy.deepcopy({"weights": self.weights, "momentum": self.momentum, "start": self.start, "errors": errors,
-                              "begun": self.begun, "due": self.due, "is_reset": self.is_reset})
+                              "begun": self.begun, "due": self.due, "is_reset": self.is_reset, "merges": self.merges})
 
     def load(self, state: Mapping[str, Any], *, with_errors: bool) -> None:
         """Take over what `state` returned; momentum only where there is one."""
@@ -68,7 +70,7 @@ class Fragment:
         if with_errors and state["errors"] is not None:
             self.errors = Errors(*(np.array(each, dtype) for each in state["errors"]))
         self.start = None if state["start"] is None else np.array(state["start"], dtype)
-        self.begun, self.due, self.is_reset = state["begun"], state["due"], state["is_reset"]
+        self.begun, self.due, self.is_reset, self.merges = (state[each] for each in ("begun", "due", "is_reset", "merges"))
 
     def step(self, gradient: Array, settings: DiLoCo) -> None:
         """Make a step of the outer optimizer: SGD as in torch, with dampening 0.

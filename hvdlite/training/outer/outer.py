@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from hvdlite import api
 from hvdlite.core.array import Array
 from hvdlite.core.errors import MismatchError, UnsupportedError
 from hvdlite.core.process_set import ProcessSet
@@ -37,7 +38,7 @@ _ADVICE = ("Global weights have to be equal on all ranks when training begins, a
 
 
 class LocalWeights(Protocol):
-    """The parameters of this rank, in a framework. Flat arrays have the dtype of `Outer.dtype_of`."""
+    """The parameters of this rank, in a framework. Flat arrays have the dtype of their fragment."""
 
     def read(self, parameters: range, dtype: np.dtype[np.floating]) -> Array:
         """Return a copy of the values of some parameters, one after the other."""
@@ -80,7 +81,7 @@ def agree_on_workers(runtime: Runtime, settings: DiLoCo, label: str) -> tuple[tu
                  "give all ranks the same arguments")
     if len(workers) > 1:
         return workers
-    if runtime.world.rank == 0:
+    if runtime.world.rank == 0 and not api.is_provisional():
         _log.warning("outer= changes nothing here: all %d ranks are one worker (workers=%r), which averages gradients in "
                      "every step", runtime.world.size, settings.workers)
     return ()
@@ -112,7 +113,7 @@ def saved_weights(state: Mapping[str, Any], settings: DiLoCo, parameters: Sequen
         ValueError: for a state that does not fit.
     """
     parts = divide([each.size for each in parameters], settings.fragments)
-    _check_fits(state, [sum(parameters[index].size for index in part) for part in parts])
+    check_fits(state, [sum(parameters[index].size for index in part) for part in parts])
     return _by_parameter([each["weights"] for each in state["fragments"]], parts, parameters)
 
 
@@ -126,7 +127,19 @@ def _by_parameter(weights: Sequence[Array], parts: Sequence[range],
     return found
 
 
-def _check_fits(state: Mapping[str, Any], expected: Sequence[int]) -> None:
+def first_fragments(settings: DiLoCo, parameters: Sequence[Parameter],
+                    weights: LocalWeights) -> tuple[list[range], list[Fragment]]:
+    """Return the indices of the parameters of each fragment, and the fragments of a beginning."""
+    parts, fragments = divide([each.size for each in parameters], settings.fragments), []
+    for part in parts:
+        is_double = any(parameters[index].dtype in ("float64", "complex128") for index in part)
+        begin = weights.read(part, np.dtype(np.float64 if is_double else np.float32))
+        fragments.append(Fragment(begin, np.zeros_like(begin) if settings.momentum else None))
+    return parts, fragments
+
+
+def check_fits(state: Mapping[str, Any], expected: Sequence[int]) -> None:
+    """Raise a `ValueError` for a state whose fragments have other numbers of values."""
     sizes = [each["weights"].size for each in state["fragments"]]
     if sizes != list(expected):
         raise ValueError(f"the optimizer's outer state, saved by rank {state['rank']}, is of fragments of {sizes} values, "
@@ -160,7 +173,7 @@ class Outer:
                 raise UnsupportedError(f"rank {runtime.world.rank}: outer=: parameter '{each.name}' is {each.dtype}, and "
                                        "workers average floating-point and complex numbers: make it a buffer, or leave it "
                                        "out of the optimizer")
-        self._parts = divide([each.size for each in parameters], settings.fragments)
+        self._parts, self._fragments = first_fragments(settings, parameters, weights)
         self._schedule = Schedule(settings.every, len(self._parts), settings.delay or 0)
         if settings.delay is None:
             self._schedule.delay = self._schedule.longest_delay
@@ -168,8 +181,6 @@ class Outer:
         self.step = self.skipped = 0
         self._seconds, self._stepped, self._timed = 0.0, time.monotonic(), 0
         self._rounds: dict[int, Round] = {}  # under way, in the order of their begins
-        begins = [weights.read(part, self._dtype_of(part)) for part in self._parts]
-        self._fragments = [Fragment(each, np.zeros_like(each) if settings.momentum else None) for each in begins]
         if state is not None:
             self._load(state)
         self._check_alike()
@@ -177,10 +188,6 @@ class Outer:
         for index in sorted((index for index, each in enumerate(self._fragments) if each.start is not None),
                             key=lambda index: (self._fragments[index].due, index)):
             self._send(index)
-
-    def _dtype_of(self, part: range) -> np.dtype[np.floating]:
-        is_double = any(self._parameters[index].dtype in ("float64", "complex128") for index in part)
-        return np.dtype(np.float64 if is_double else np.float32)
 
     def close(self) -> None:
         """Give up what is under way, and leave the world."""
@@ -247,6 +254,7 @@ class Outer:
         if np.isfinite(mean).all():
             local = self._weights.read(part, mean.dtype)
             fragment.errors = round_.errors
+            fragment.merges += 1
             if averages:
                 fragment.weights -= mean
             else:
@@ -320,7 +328,7 @@ class Outer:
     def _load(self, state: Mapping[str, Any]) -> None:
         """Go on with a state. Errors of another rank, or of other workers, are not this one's."""
         is_own = (state["rank"], state["workers"]) == (self._runtime.world.rank, [list(each) for each in self._workers])
-        _check_fits(state, [each.weights.size for each in self._fragments])
+        check_fits(state, [each.weights.size for each in self._fragments])
         self.step = state["step"]
         if self._settings.delay is None:
             self._schedule.delay = min(state["delay"], self._schedule.longest_delay)
