@@ -4,12 +4,45 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdlite import frontend
 from hvdlite.frontend import *
 from hvdlite_tf.compression import Compression
 from hvdlite_tf.versions import check_installed as _check_installed
+
+if TYPE_CHECKING:  # at run time: __getattr__
+    from hvdlite_tf import elastic, keras
+    from hvdlite_tf.functions import (
+        allgather_object,
+        broadcast_global_variables,
+        broadcast_object,
+        broadcast_object_fn,
+        broadcast_variables,
+        gpu_available,
+    )
+    from hvdlite_tf.gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
+    from hvdlite_tf.keras.checkpoints import load, save
+    from hvdlite_tf.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
+    from hvdlite_tf.keras.tf_strategy import MirroredStrategy
+    from hvdlite_tf.ops import (
+        allgather,
+        allreduce,
+        alltoall,
+        broadcast,
+        broadcast_,
+        grouped_allgather,
+        grouped_allreduce,
+        grouped_reducescatter,
+        join,
+        local_rank_op,
+        local_size_op,
+        process_set_included_op,
+        rank_op,
+        reducescatter,
+        size_op,
+    )
+    from hvdlite_tf.sync_batch_norm import SyncBatchNormalization
 
 _check_installed()
 

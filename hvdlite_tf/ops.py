@@ -11,7 +11,7 @@ derives.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -30,9 +30,10 @@ from hvdlite_tf.step_weight import weight_of_step
 
 Average, Sum, Adasum = api.Average, api.Sum, api.Adasum
 Min, Max, Product = api.Min, api.Max, api.Product
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _collective(function: Any) -> Any:
+def _collective(function: F) -> F:
     """Decorate a collective: its errors are TensorFlow's, too.
 
     Autograph does not convert it, which would slow down every step: no control flow here depends on tensors' values.
