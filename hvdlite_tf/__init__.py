@@ -20,6 +20,11 @@ if TYPE_CHECKING:  # at run time: __getattr__
         broadcast_object_fn,
         broadcast_variables,
         gpu_available,
+        local_rank_op,
+        local_size_op,
+        process_set_included_op,
+        rank_op,
+        size_op,
     )
     from hvdlite_tf.gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
     from hvdlite_tf.keras.checkpoints import load, save
@@ -35,12 +40,7 @@ if TYPE_CHECKING:  # at run time: __getattr__
         grouped_allreduce,
         grouped_reducescatter,
         join,
-        local_rank_op,
-        local_size_op,
-        process_set_included_op,
-        rank_op,
         reducescatter,
-        size_op,
     )
     from hvdlite_tf.sync_batch_norm import SyncBatchNormalization
 
@@ -48,10 +48,10 @@ _check_installed()
 
 _HOMES = {
     "ops": ["allgather", "allreduce", "alltoall", "broadcast", "broadcast_", "grouped_allgather", "grouped_allreduce",
-            "grouped_reducescatter", "join", "local_rank_op", "local_size_op", "process_set_included_op", "rank_op",
-            "reducescatter", "size_op"],
+            "grouped_reducescatter", "join", "reducescatter"],
     "functions": ["allgather_object", "broadcast_global_variables", "broadcast_object", "broadcast_object_fn",
-                  "broadcast_variables", "gpu_available"],
+                  "broadcast_variables", "gpu_available", "local_rank_op", "local_size_op", "process_set_included_op",
+                  "rank_op", "size_op"],
     "gradient_tape": ["DistributedGradientTape", "PartialDistributedGradientTape"],
     "keras.tf_strategy": ["MirroredStrategy"],
     "keras.optimizer": ["DistributedOptimizer", "PartialDistributedOptimizer"],

@@ -130,6 +130,7 @@ def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", d
     """Wrap a tape so that `gradient` returns gradients that are reduced over all ranks; eagerly and inside `tf.function`.
 
     Args:
+        gradtape: a tape, which may have recorded already.
         device_dense, device_sparse: accepted for Horovod's sake.
         compression: `Compression.none`, `.fp16` or `.bf16`.
         sparse_as_dense: densify `tf.IndexedSlices`, instead of gathering their rows.
@@ -158,6 +159,7 @@ def PartialDistributedGradientTape(gradtape: tf.GradientTape, *arguments: Any, l
     """Like `DistributedGradientTape`; the gradients of some layers' variables are not reduced.
 
     Args:
+        arguments, named: those of `DistributedGradientTape`.
         local_layers: a layer or a list of layers, already built.
 
     Raises:

@@ -76,7 +76,11 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Average the values of an epoch's logs over all ranks; put it before callbacks that read logs."""
+    """Average the values of an epoch's logs over all ranks; put it before callbacks that read logs.
+
+    Args:
+        device: accepted for Horovod's sake.
+    """
 
     def __init__(self, device: str = "") -> None:
         super().__init__()

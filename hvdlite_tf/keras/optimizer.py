@@ -251,6 +251,7 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: 
     gradients.
 
     Args:
+        optimizer: an optimizer of Keras 3, or a `LossScaleOptimizer`.
         name, device_dense, device_sparse, use_locking: accepted for Horovod's sake.
         compression: `Compression.none`, `.fp16` or `.bf16`: dtype on the wire for float32 and float64 gradients.
         sparse_as_dense: densify the gradients of embeddings, instead of gathering their rows. (Keras' Adam treats the two
@@ -296,6 +297,7 @@ def PartialDistributedOptimizer(optimizer: Any, *arguments: Any, local_layers: A
     """Like `DistributedOptimizer`; the variables of some layers are left to each rank.
 
     Args:
+        arguments, named: those of `DistributedOptimizer`.
         local_layers: a layer or a list of layers, which have been built.
 
     Raises:
@@ -379,6 +381,7 @@ def load_model(filepath: Any, custom_optimizers: Any = None, custom_objects: dic
     """Load a Keras model and wrap its optimizer, whose state is kept.
 
     Args:
+        filepath, custom_objects: as in `keras.models.load_model`.
         custom_optimizers: classes of optimizers that are not registered with Keras.
         custom_objects: as in `keras.models.load_model`.
         compression: as in `DistributedOptimizer`.

@@ -114,7 +114,13 @@ class MirroredStrategy(LaunchableStrategy):
             yield self
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Return `fn(*args, **kwargs)`, after mirroring if that is due; all ranks call this together."""
+        """Return `fn(*args, **kwargs)`, after mirroring if that is due; all ranks call this together.
+
+        Args:
+            fn: a function of one step.
+            args: its arguments.
+            kwargs: likewise.
+        """
         self._registry.schedule.agree()
         self._registry.mirror_if_due()
         return fn(*args, **(kwargs or {}))
@@ -180,6 +186,7 @@ class MirroredStrategy(LaunchableStrategy):
 
         Args:
             value: a tensor, or a structure (dict, list, tuple) of them; lengths may differ between replicas along the axis.
+            axis: the dimension.
 
         Raises:
             ValueError: for a scalar.

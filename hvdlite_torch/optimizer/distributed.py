@@ -155,7 +155,14 @@ class Distributed(DistributedBase):
             self._watch(parameter)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change how many backward passes are accumulated before each reduction."""
+        """Change how many backward passes are accumulated before each reduction.
+
+        Args:
+            passes: at least 1.
+
+        Raises:
+            ValueError: for less.
+        """
         check_passes(passes)
         self._settings.passes = passes
         if self._is_attached:

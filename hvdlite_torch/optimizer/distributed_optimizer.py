@@ -76,6 +76,7 @@ def DistributedOptimizer(
     other optimizers that do, return `hvd.allreduce(loss)` from the closure.
 
     Args:
+        optimizer: an optimizer of torch, or of a subclass.
         named_parameters: names for messages and matching; `model.named_parameters()`. Default: numbered.
         compression: `Compression.none`, `.fp16` or `.bf16`: dtype on the wire for float32 and float64 gradients.
         backward_passes_per_step: gradients accumulated (summed) locally before each reduction.
