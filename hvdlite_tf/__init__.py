@@ -97,7 +97,7 @@ def __getattr__(name: str) -> Any:
             importlib.import_module("hvdlite_tf.keras")
     except ModuleNotFoundError as error:
         if error.name in ("tensorflow", "keras"):
-            raise ImportError(f"hvdlite_tf.{name} needs {error.name}: pip install 'hvdlite[tensorflow]'") from None
+            raise ImportError(f"hvdlite_tf.{name} needs {error.name}: pip install 'hvdlite[{error.name}]'") from None
         raise
     _patch_frameworks()
     return module if name in ("elastic", "keras") else getattr(module, name)
