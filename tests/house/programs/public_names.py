@@ -19,8 +19,7 @@ def check(package: str, folder: str) -> dict[str, Any]:
     Args:
         folder: for files that the examples write.
     """
-    import public_names
-
+    public_names = importlib.import_module("public_names")
     hvd = importlib.import_module(package)
     names = public_names.public_names(package)
     functions = [each for name in sorted(names) for each in public_names.functions_of(public_names.look_up(package, name))]
