@@ -255,3 +255,7 @@ class SlownessCallback(keras.callbacks.Callback):
         found = log_slowness(epoch, self._writer)
         if found is not None and api.rank() == 0:
             print(found, flush=True)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
