@@ -13,6 +13,8 @@ CHECKPOINTS = ["safetensors>=0.4.5"]
 NVML = "nvidia-ml-py>=12.535,<14"  # what hvdrun --doctor tells about GPUs
 RAY, SPARK, PLOT = ["ray>=2.9"], ["pyspark>=3.4"], ["matplotlib>=3.7"]
 TORCH, MPI = ["torch>=2.4"], ["mpi4py>=4.1"]
+KERAS = ["keras>=3.8"]  # with any backend
+TENSORFLOW, JAX = ["tensorflow>=2.16", *KERAS], ["jax>=0.4.36", *KERAS]
 LIGHTNING = [*TORCH, "lightning>=2.2"]
 HUGGING_FACE = ["accelerate>=1.4", "transformers>=5"]
 SITE = ["mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"]
@@ -40,7 +42,7 @@ setup(
     url=REPOSITORY,
     project_urls={"Source": REPOSITORY, "Documentation": f"{REPOSITORY}/tree/v{VERSION}/docs",
                   "Changelog": f"{REPOSITORY}/blob/v{VERSION}/CHANGELOG.md", "Issues": f"{REPOSITORY}/issues"},
-    license="Apache-2.0",
+    license_expression="Apache-2.0",  # instead of a classifier
     python_requires=">=3.10",
     # A top-level module called `runner` would collide on people's machines, so the folder is installed under this name.
     packages=[*find_packages(include=["hvdlite", "hvdlite.*", "hvdlite_torch", "hvdlite_torch.*", "hvdlite_tf",
@@ -54,7 +56,9 @@ setup(
     extras_require={
         "torch": TORCH,
         "lightning": LIGHTNING,
-        "tensorflow": ["tensorflow>=2.16", "keras>=3.8"],
+        "tensorflow": TENSORFLOW,
+        "keras": KERAS,
+        "jax": JAX,
         "mpi": MPI,
         # NVRTC compiles the kernels, and CuPy wants the headers of CUDA's runtime for every kernel. Torch for the same CUDA
         # version brings both, and NCCL, too.
@@ -67,6 +71,7 @@ setup(
         "ray": RAY,
         "spark": SPARK,
         "plot": PLOT,
+        "all": [*LIGHTNING, *TENSORFLOW, *JAX, *MPI, *CHECKPOINTS, *AUTOTUNE, *RAY, *SPARK, *PLOT],  # nccl-*: one of the two
         "bench": BENCH,
         "dev": TEST,
     },
@@ -74,12 +79,20 @@ setup(
         "console_scripts": ["hvdrun = hvdlite_runner.__main__:main"],
         "torch.backends": ["hvdlite = hvdlite_torch.distributed.registration:register"],  # at the end of `import torch`
     },
+    keywords=["horovod", "distributed training", "data parallel", "deep learning", "pytorch", "tensorflow", "keras", "jax",
+              "numpy", "allreduce", "nccl", "gloo", "mpi", "elastic training", "slurm"],
     classifiers=[
         "Development Status :: 3 - Alpha",
+        "Environment :: GPU :: NVIDIA CUDA :: 12",
+        "Environment :: GPU :: NVIDIA CUDA :: 13",
+        "Intended Audience :: Developers",
         "Intended Audience :: Science/Research",
         "Operating System :: POSIX :: Linux",
-        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3 :: Only",
+        *(f"Programming Language :: Python :: 3.{minor}" for minor in range(10, 16)),
+        "Programming Language :: Python :: Implementation :: CPython",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Topic :: System :: Distributed Computing",
+        "Typing :: Typed",
     ],
 )

@@ -87,8 +87,11 @@ def check_source(found: Collection[str], tracked: Collection[str]) -> str:
     return f"{len(inside)} files"
 
 
-def check_description(metadata: str) -> str:
+def check_description(metadata: str, *, rehearse: bool) -> str:
     """Check what the package index will show: every link leads somewhere from there, and the project can be found."""
+    if "git+https" in metadata and not rehearse:
+        raise Failure("README.md installs from the repository: write pip install 'hvdlite[torch]' there, in docs/start.md "
+                      "and in docs/gpus.md")
     links = re.findall(r"\]\(([^)]+)\)", metadata)
     relative = [link for link in links if not link.startswith(("https://", "#"))]
     if relative:
@@ -211,7 +214,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             ("tables of docs/", lambda: run(sys.executable, "docs/generate.py", "--check").strip() or "up to date"),
             ("source distribution and wheel", build_packages),
             ("metadata and layout", lambda: check_metadata(*built)),
-            ("description for the package index", lambda: check_description(metadata_of(built[1]))),
+            ("description for the package index", lambda: check_description(
+                metadata_of(built[1]), rehearse=options.rehearse)),
             ("the source distribution is the repository", lambda: check_source(files_of(built[0]), tracked_files())),
             ("the wheel has the repository's files", lambda: check_wheel(
                 built[1].name, zipfile.ZipFile(built[1]).namelist(), tracked_files())),
@@ -229,7 +233,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
           "  python -m benchmarks.gpu_check                      # on a GPU; or say in docs/gpus.md that it was not run\n"
           f"  git tag -s v{version} && git push origin v{version}\n"
           f"  python -m build --outdir build/release-{version}\n"
-          f"  python -m twine upload {' '.join(f'build/release-{version}/{path.name}' for path in built)}")
+          f"  python -m twine upload {' '.join(f'build/release-{version}/{path.name}' for path in built)}\n"
+          f"  pip install hvdlite=={version}                          # in an empty environment, from the package index")
     return 0
 
 

@@ -3,17 +3,18 @@
 import ast
 import html
 import importlib
-import inspect
 import posixpath
 import re
+import sys
 import textwrap
 from pathlib import Path, PurePosixPath
-from types import ModuleType
 from typing import Any
 
 from mkdocs.structure.files import File
 
-API = re.compile(r"<!-- public names of ([\w.]+)(?: without those of ([\w.]+))? -->\n")
+sys.path.insert(0, str(Path(__file__).parent))
+from public_names import GROUPS, reference
+
 FILES = re.compile(r"<!-- files of ([\w/]+) -->\n")
 LINK = re.compile(r"(!?)\[([^]]*)\]\(([\w./-]+)(#[\w-]*)?\)")
 ROOT = Path(__file__).resolve().parent.parent
@@ -64,7 +65,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         boost = 3
     page.meta.setdefault("search", {"boost": boost})
     markdown = markdown.replace("<!-- decisions -->", decisions())
-    markdown = API.sub(lambda match: references(match[1], match[2]), markdown)
+    markdown = GROUPS.sub(reference, markdown)
     markdown = FILES.sub(lambda match: files_table(match[1]), markdown)
     here = PurePosixPath("docs") / page.file.src_uri
     for folder, name in MOVED.items():
@@ -100,27 +101,6 @@ def decisions() -> str:
     return "\n".join(f"- [{title}]({name})" for name, title in titles.items())
 
 
-def references(name: str, without: str | None) -> str:
-    """Return a reference for every public name of a module, for mkdocstrings.
-
-    Args:
-        without: a module whose public names are left out where they mean the same.
-    """
-    module = importlib.import_module(name)
-    others = importlib.import_module(without) if without else None
-    lines = []
-    for each in sorted(module.__all__, key=str.lower):
-        value = getattr(module, each)
-        if others is not None and each in others.__all__ and value is getattr(others, each):
-            continue
-        if isinstance(value, ModuleType):
-            lines += [f"### {each}", "", inspect.cleandoc(value.__doc__ or "").partition("\n\n")[0], ""]
-            lines += [text for public in getattr(value, "__all__", ()) for text in _reference(getattr(value, public))]
-        else:
-            lines += _reference(value)
-    return "\n".join(lines) + "\n"
-
-
 def files_table(folder: str) -> str:
     """Return a table of the modules of a folder, with the first sentence of each one's docstring, in Markdown.
 
@@ -134,9 +114,3 @@ def files_table(folder: str) -> str:
             content = re.split(r"(?<=[.;]) (?=[A-Z])", sentence)[0].rstrip(".")
             rows.append(f"| `{path.relative_to(ROOT / folder)}` | {content} |")
     return "\n".join(rows) + "\n\n"
-
-
-def _reference(value: Any) -> list[str]:
-    if not (inspect.isclass(value) or inspect.isroutine(value)) or not inspect.getdoc(value):
-        return []
-    return [f"::: {value.__module__}.{value.__qualname__}", ""]

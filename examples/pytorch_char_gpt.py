@@ -7,11 +7,11 @@
 from __future__ import annotations
 
 import argparse
-import math
 import time
 
 import torch
 from char_gpt import CharGPT, Text, loss_of
+from torch.optim import lr_scheduler
 
 import hvdlite_torch as hvd
 
@@ -28,13 +28,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--generate", type=int, default=200, help="characters to write at the end (default: 200)")
     parser.add_argument("--seed", type=int, default=42)
     return parser.parse_args()
-
-
-def schedule(step: int, warmup: int, steps: int) -> float:
-    """Return the factor of the learning rate: a linear warm-up, then a cosine down to a tenth."""
-    if step < warmup:
-        return (step + 1) / warmup
-    return 0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup))
 
 
 @torch.no_grad()
@@ -58,7 +51,10 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(),
                                          backward_passes_per_step=args.passes)  # gradients travel once a step
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: schedule(step, args.warmup_steps, args.steps))
+    warmup, steps = max(1, args.warmup_steps), args.steps  # a linear warm-up, then a cosine down to a tenth
+    scheduler = lr_scheduler.SequentialLR(optimizer, [
+        lr_scheduler.LinearLR(optimizer, 1 / warmup, total_iters=warmup - 1),
+        lr_scheduler.CosineAnnealingLR(optimizer, max(1, steps - warmup), eta_min=args.lr / 10)], [warmup])
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=args.precision == "bf16")
 

@@ -111,8 +111,7 @@ def main() -> None:
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(),
                                          compression=getattr(hvd.Compression, args.compression))
     warmup_steps = max(1, round(args.warmup_epochs * len(train_loader)))
-    warmup = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min(1.0, (1 + (scale - 1) * step / warmup_steps) / scale))
+    warmup = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=min(1.0, 1 / scale), total_iters=warmup_steps)
 
     first_epoch = 0
     if args.checkpoint and hvd.rank() == 0 and os.path.exists(args.checkpoint):

@@ -173,6 +173,9 @@ def record_step(samples: int) -> None:
 
     `hvdrun --monitor` shows samples per second, `--scaling` and `--sweep` compare them; else they count optimizer steps.
 
+    Args:
+        samples: how many of them this rank's part of the batch had, at least 0.
+
     Raises:
         ValueError: for a negative number.
     """
@@ -276,6 +279,9 @@ def is_homogeneous() -> bool:
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Register a process set and return it; all ranks of the job call this, in the same order, members or not.
 
+    Args:
+        process_set: a `ProcessSet`, or a list of its ranks.
+
     Raises:
         UnsupportedError: for ranks that do not exist, or a set that exists already.
         MismatchError: when ranks disagree about the members.
@@ -289,6 +295,9 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a process set; all ranks of the job call this. Return False for the global set and for unregistered ones.
+
+    Args:
+        process_set: as `add_process_set` has returned it.
 
     Raises:
         MismatchError: if ranks name different sets; also raised by work that was still pending in the set.
@@ -368,10 +377,8 @@ def open_group(name: str, ranks: Sequence[int], timeout: float = 1800.0) -> Grou
     return _groups.open(name, ranks, timeout)
 
 
-# --- hooks: installed once, by the first init() or group -------------------------------------------------------------
-
-
 def _install_hooks() -> None:
+    """Install the hooks for the end of the process; the first init() or group does."""
     global _hooks_installed
     if _hooks_installed:
         return

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from hvdlite import boundaries
-from hvdlite.api import rank, runtime, set_id
+from hvdlite.api import runtime, set_id
 from hvdlite.core.array import Array
 from hvdlite.core.device import AnyArray, DeviceArray
 from hvdlite.core.process_set import ProcessSet, global_process_set
@@ -31,10 +31,10 @@ def allreduce_async(array: ArrayLike, average: bool | None = None, name: str | N
 
 def _allreduce(array: ArrayLike, name: str | None, op: ReduceOp, prescale: float, postscale: float,
                process_set: ProcessSet, *, blocking: bool = False) -> Handle:
-    source = _given(array, name, Collective.ALLREDUCE, op)
+    source = readable(array, name, Collective.ALLREDUCE, op)
     handle = runtime().allreduce(_name(name, "allreduce", process_set), source, _room(source), op, prescale=prescale,
                                  postscale=postscale, process_set=set_id(process_set), blocking=blocking)
-    return _in_flight(handle, source)
+    return handle_of(handle, source)
 
 
 def allreduce(array: ArrayLike, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
@@ -58,7 +58,7 @@ def allreduce(array: ArrayLike, average: bool | None = None, name: str | None = 
         PeerLostError: if a rank died (`PeerFailedError`: it raised; `PeerLeftError`: it left).
         DuplicateNameError, UnsupportedError: at the call.
     """
-    return _result(_allreduce(array, name, reduce_op(op, average), prescale_factor, postscale_factor, process_set,
+    return result_of(_allreduce(array, name, reduce_op(op, average), prescale_factor, postscale_factor, process_set,
                               blocking=True))
 
 
@@ -71,17 +71,17 @@ def allreduce_async_(array: Array, average: bool | None = None, name: str | None
 
 def _allreduce_in_place(array: Array, name: str | None, op: ReduceOp, prescale: float, postscale: float,
                         process_set: ProcessSet, *, blocking: bool = False) -> Handle:
-    target = _own(array, name, Collective.ALLREDUCE, op)
+    target = writable(array, name, Collective.ALLREDUCE, op)
     handle = runtime().allreduce(_name(name, "allreduce", process_set), target, target, op, prescale=prescale,
                                  postscale=postscale, process_set=set_id(process_set), blocking=blocking)
-    return _in_flight(handle, target)
+    return handle_of(handle, target)
 
 
 def allreduce_(array: Array, average: bool | None = None, name: str | None = None, op: ReduceOp | None = None,
                prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                process_set: ProcessSet = global_process_set) -> Array:
     """Like `allreduce`, in place; returns `array`."""
-    return _result(_allreduce_in_place(array, name, reduce_op(op, average), prescale_factor, postscale_factor, process_set,
+    return result_of(_allreduce_in_place(array, name, reduce_op(op, average), prescale_factor, postscale_factor, process_set,
                                        blocking=True))
 
 
@@ -89,7 +89,7 @@ def grouped_allreduce_async(arrays: Sequence[ArrayLike], average: bool | None = 
                             op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                             process_set: ProcessSet = global_process_set) -> Handles:
     """Like `grouped_allreduce`, but return one handle immediately."""
-    sources = [_given(array, name, Collective.ALLREDUCE, reduce_op(op, average)) for array in arrays]
+    sources = [readable(array, name, Collective.ALLREDUCE, reduce_op(op, average)) for array in arrays]
     return _grouped(sources, [_room(source) for source in sources], average, name, op, prescale_factor, postscale_factor,
                     process_set)
 
@@ -107,7 +107,7 @@ def grouped_allreduce_async_(arrays: Sequence[Array], average: bool | None = Non
                              op: ReduceOp | None = None, prescale_factor: float = 1.0, postscale_factor: float = 1.0,
                              process_set: ProcessSet = global_process_set) -> Handles:
     """Like `grouped_allreduce_async`, in place; the arrays must be C-contiguous."""
-    targets = [_own(array, name, Collective.ALLREDUCE, reduce_op(op, average)) for array in arrays]
+    targets = [writable(array, name, Collective.ALLREDUCE, reduce_op(op, average)) for array in arrays]
     return _grouped(targets, targets, average, name, op, prescale_factor, postscale_factor, process_set)
 
 
@@ -123,12 +123,16 @@ def grouped_allreduce_(arrays: Sequence[Array], average: bool | None = None, nam
 def reduce(array: ArrayLike, root_rank: int, name: str | None = None, op: ReduceOp | None = None,
            prescale_factor: float = 1.0, postscale_factor: float = 1.0,
            process_set: ProcessSet = global_process_set) -> Array | None:
-    """Like `allreduce`, but only rank `root_rank` gets the result; the others get None."""
-    source = _given(array, name, Collective.REDUCE, reduce_op(op, None))
+    """Like `allreduce`, but only rank `root_rank` gets the result; the others get None.
+
+    Args:
+        root_rank: the rank, in the numbering of the job.
+    """
+    source = readable(array, name, Collective.REDUCE, reduce_op(op, None))
     output = _room(source) if runtime().world.rank == root_rank else None
     handle = runtime().reduce(_name(name, "reduce", process_set), source, output, root_rank, reduce_op(op, None),
                               prescale=prescale_factor, postscale=postscale_factor, process_set=set_id(process_set))
-    result: Array | None = _in_flight(handle, source).wait()
+    result: Array | None = handle_of(handle, source).wait()
     return result
 
 
@@ -141,11 +145,11 @@ def reducescatter_async(array: ArrayLike, name: str | None = None, op: ReduceOp 
 
 def _reducescatter(array: ArrayLike, name: str | None, op: ReduceOp | None, prescale: float, postscale: float,
                    process_set: ProcessSet, *, blocking: bool = False) -> Handle:
-    source = _given(array, name, Collective.REDUCESCATTER, reduce_op(op, None))
+    source = readable(array, name, Collective.REDUCESCATTER, reduce_op(op, None))
     handle = runtime().reducescatter(_name(name, "reducescatter", process_set), source, reduce_op(op, None),
                                      prescale=prescale, postscale=postscale, process_set=set_id(process_set),
                                      blocking=blocking)
-    return _in_flight(handle, source)
+    return handle_of(handle, source)
 
 
 def reducescatter(array: ArrayLike, name: str | None = None, op: ReduceOp | None = None, prescale_factor: float = 1.0,
@@ -154,10 +158,13 @@ def reducescatter(array: ArrayLike, name: str | None = None, op: ReduceOp | None
 
     Rows (the first dimension) are divided as evenly as possible; the first ranks get one row more.
 
+    Args:
+        array: at least 1-D; the same shape and dtype on all ranks.
+
     Raises:
         UnsupportedError: for a scalar; otherwise like `allreduce`.
     """
-    return _result(_reducescatter(array, name, op, prescale_factor, postscale_factor, process_set, blocking=True))
+    return result_of(_reducescatter(array, name, op, prescale_factor, postscale_factor, process_set, blocking=True))
 
 
 def grouped_reducescatter(arrays: Sequence[ArrayLike], name: str | None = None, op: ReduceOp | None = None,
@@ -167,7 +174,7 @@ def grouped_reducescatter(arrays: Sequence[ArrayLike], name: str | None = None, 
     names = member_names(_name(name, "grouped_reducescatter", process_set), len(arrays))
     handles = [reducescatter_async(array, each, op, prescale_factor, postscale_factor, process_set)
                for array, each in zip(arrays, names, strict=True)]
-    return [_result(handle) for handle in handles]
+    return [result_of(handle) for handle in handles]
 
 
 def broadcast_async(array: ArrayLike, root_rank: int, name: str | None = None,
@@ -179,6 +186,10 @@ def broadcast_async(array: ArrayLike, root_rank: int, name: str | None = None,
 def broadcast(array: ArrayLike, root_rank: int, name: str | None = None,
               process_set: ProcessSet = global_process_set) -> Array:
     """Return rank `root_rank`'s array; all ranks pass one of the same shape and dtype.
+
+    Args:
+        array: any dtype and shape, the same on all ranks.
+        root_rank: the rank, in the numbering of the job.
 
     Raises:
         UnsupportedError: for a root that does not exist, or is not in the set; otherwise like `allreduce`.
@@ -193,15 +204,15 @@ def broadcast_async_(array: Array, root_rank: int, name: str | None = None,
 
 
 def _broadcast(array: Array, root_rank: int, name: str | None, process_set: ProcessSet, *, blocking: bool = False) -> Handle:
-    target = _own(array, name, Collective.BROADCAST)
+    target = writable(array, name, Collective.BROADCAST)
     handle = runtime().broadcast(_name(name, "broadcast", process_set), target, root_rank, process_set=set_id(process_set),
                                  blocking=blocking)
-    return _in_flight(handle, target)
+    return handle_of(handle, target)
 
 
 def broadcast_(array: Array, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> Array:
     """Like `broadcast`, in place; returns `array`."""
-    return _result(_broadcast(array, root_rank, name, process_set, blocking=True))
+    return result_of(_broadcast(array, root_rank, name, process_set, blocking=True))
 
 
 def allgather_async(array: ArrayLike, name: str | None = None, process_set: ProcessSet = global_process_set) -> Handle:
@@ -210,19 +221,22 @@ def allgather_async(array: ArrayLike, name: str | None = None, process_set: Proc
 
 
 def _allgather(array: ArrayLike, name: str | None, process_set: ProcessSet, *, blocking: bool = False) -> Handle:
-    source = _given(array, name, Collective.ALLGATHER)
+    source = readable(array, name, Collective.ALLGATHER)
     handle = runtime().allgather(_name(name, "allgather", process_set), source, process_set=set_id(process_set),
                                  blocking=blocking)
-    return _in_flight(handle, source)
+    return handle_of(handle, source)
 
 
 def allgather(array: ArrayLike, name: str | None = None, process_set: ProcessSet = global_process_set) -> Array:
     """Return all ranks' arrays concatenated along the first dimension, which may differ between ranks.
 
+    Args:
+        array: at least 1-D, of any dtype; the same on all ranks but for the number of rows.
+
     Raises:
         UnsupportedError: for a scalar; otherwise like `allreduce`.
     """
-    return _result(_allgather(array, name, process_set, blocking=True))
+    return result_of(_allgather(array, name, process_set, blocking=True))
 
 
 def grouped_allgather(arrays: Sequence[ArrayLike], name: str | None = None,
@@ -230,15 +244,19 @@ def grouped_allgather(arrays: Sequence[ArrayLike], name: str | None = None,
     """Like `allgather`, of several arrays at once."""
     names = member_names(_name(name, "grouped_allgather", process_set), len(arrays))
     handles = [allgather_async(array, each, process_set) for array, each in zip(arrays, names, strict=True)]
-    return [_result(handle) for handle in handles]
+    return [result_of(handle) for handle in handles]
 
 
 def gather(array: ArrayLike, root_rank: int, name: str | None = None,
            process_set: ProcessSet = global_process_set) -> Array | None:
-    """Like `allgather`, but only rank `root_rank` gets the result; the others get None."""
-    source = _given(array, name, Collective.GATHER)
+    """Like `allgather`, but only rank `root_rank` gets the result; the others get None.
+
+    Args:
+        root_rank: the rank, in the numbering of the job.
+    """
+    source = readable(array, name, Collective.GATHER)
     handle = runtime().gather(_name(name, "gather", process_set), source, root_rank, process_set=set_id(process_set))
-    result: Array | None = _in_flight(handle, source).wait()
+    result: Array | None = handle_of(handle, source).wait()
     return result
 
 
@@ -247,10 +265,17 @@ def scatter(array: ArrayLike, root_rank: int, name: str | None = None,
     """Return this rank's rows of rank `root_rank`'s array; all ranks pass one of the same shape and dtype.
 
     Rows are divided as by `reducescatter`.
+
+    Args:
+        array: at least 1-D, of any dtype; its values count on rank `root_rank` only.
+        root_rank: the rank, in the numbering of the job.
+
+    Raises:
+        UnsupportedError: for a scalar, and for a root that does not exist, or is not in the set; otherwise like `allreduce`.
     """
-    source = _given(array, name, Collective.SCATTER)
+    source = readable(array, name, Collective.SCATTER)
     handle = runtime().scatter(_name(name, "scatter", process_set), source, root_rank, process_set=set_id(process_set))
-    return _result(_in_flight(handle, source))
+    return result_of(handle_of(handle, source))
 
 
 def alltoall_async(array: ArrayLike, splits: Sequence[int] | None = None, name: str | None = None,
@@ -261,10 +286,10 @@ def alltoall_async(array: ArrayLike, splits: Sequence[int] | None = None, name: 
 
 def _alltoall(array: ArrayLike, splits: Sequence[int] | None, name: str | None, process_set: ProcessSet, *,
               blocking: bool = False) -> Handle:
-    source = _given(array, name, Collective.ALLTOALL)
+    source = readable(array, name, Collective.ALLTOALL)
     handle = runtime().alltoall(_name(name, "alltoall", process_set), source, splits, process_set=set_id(process_set),
                                 blocking=blocking)
-    return _in_flight(handle, source)
+    return handle_of(handle, source)
 
 
 def alltoall(array: ArrayLike, splits: Sequence[int] | None = None, name: str | None = None,
@@ -286,41 +311,12 @@ def alltoall(array: ArrayLike, splits: Sequence[int] | None = None, name: str | 
     return received if splits is None else (received, rows)
 
 
-def send_async(array: ArrayLike, dst: int, name: str | None = None) -> Handle:
-    """Like `send`, but return a handle immediately; `array` must not be written until it is done."""
-    source = _given(array, name, Collective.SEND)
-    return _in_flight(runtime().send(runtime().names.of_transfer("numpy", name, rank(), dst), source, dst), source)
-
-
-def send(array: ArrayLike, dst: int, name: str | None = None) -> None:
-    """Send an array to rank `dst`, which calls `recv`; return when it has arrived there.
-
-    Two ranks that send to each other before they receive wait for each other: let one receive first, or use `send_async`.
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Return when every rank has called it.
 
     Args:
-        name: as given to `recv`; unnamed sends from one rank to another are matched by their order.
-
-    Raises:
-        MismatchError: on both ranks, when shape or dtype differ; or when one of them has joined.
-        PeerLostError: when a rank of the job died.
-        UnsupportedError: for a rank that does not exist, or this one.
+        process_set: the ranks that take part.
     """
-    send_async(array, dst, name).wait()
-
-
-def recv_async(array: Array, src: int, name: str | None = None) -> Handle:
-    """Like `recv`, but return a handle immediately; `array` must not be used until it is done."""
-    target = _own(array, name, Collective.SEND)
-    return _in_flight(runtime().receive(runtime().names.of_transfer("numpy", name, src, rank()), target, src), target)
-
-
-def recv(array: Array, src: int, name: str | None = None) -> Array:
-    """Overwrite a C-contiguous array with what rank `src` sends, of the same shape and dtype; return it. See `send`."""
-    return _result(recv_async(array, src, name))
-
-
-def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return when every rank has called it."""
     runtime().barrier(_name(None, "barrier", process_set), process_set=set_id(process_set), blocking=True).wait()
 
 
@@ -342,12 +338,20 @@ def join(device: int = -1) -> int:
 
 
 def poll(handle: Handle | Handles) -> bool:
-    """Return whether `synchronize(handle)` would not block."""
+    """Return whether `synchronize(handle)` would not block.
+
+    Args:
+        handle: what an asynchronous collective has returned.
+    """
     return handle.done()
 
 
 def synchronize(handle: Handle | Handles) -> Any:
-    """Wait for an asynchronous call and return its result, or raise its error."""
+    """Wait for an asynchronous call and return its result, or raise its error.
+
+    Args:
+        handle: what an asynchronous collective has returned.
+    """
     return handle.wait()
 
 
@@ -372,14 +376,14 @@ def _contiguous(array: ArrayLike) -> Array:
     return np.asarray(array, order="C")
 
 
-def _given(array: ArrayLike, name: str | None, collective: Collective, op: ReduceOp | None = None) -> AnyArray:
+def readable(array: ArrayLike, name: str | None, collective: Collective, op: ReduceOp | None = None) -> AnyArray:
     """Return what a collective reads, as the runtime takes it."""
     if is_on_gpu(array):
         return wrap(array, name or collective.name.lower(), runtime().devices, collective, op)
     return _contiguous(array)
 
 
-def _own(array: Array, name: str | None, collective: Collective, op: ReduceOp | None = None) -> AnyArray:
+def writable(array: Array, name: str | None, collective: Collective, op: ReduceOp | None = None) -> AnyArray:
     """Return what a collective reads and writes."""
     if is_on_gpu(array):
         return wrap(array, name or collective.name.lower(), runtime().devices, collective, op, in_place=True)
@@ -391,12 +395,13 @@ def _room(source: AnyArray) -> AnyArray:
     return empty_like(source) if type(source) is DeviceArray else np.empty_like(source)
 
 
-def _in_flight(handle: Handle, source: AnyArray) -> Handle:
-    flying: Handle = GpuHandle(handle) if type(source) is DeviceArray else handle  # type: ignore[assignment]
-    return flying
+def handle_of(handle: Handle, source: AnyArray) -> Handle:
+    """Return the handle that a script gets of a collective on an array."""
+    return GpuHandle(handle) if type(source) is DeviceArray else handle  # type: ignore[return-value]
 
 
-def _result(handle: Handle) -> Array:
+def result_of(handle: Handle) -> Array:
+    """Wait for a collective that has a result on every rank, and return it."""
     result: Array | None = handle.wait()
     assert result is not None
     return result

@@ -4,21 +4,54 @@ from __future__ import annotations
 
 import importlib
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hvdlite import frontend
 from hvdlite.frontend import *
 from hvdlite_tf.compression import Compression
 from hvdlite_tf.versions import check_installed as _check_installed
 
+if TYPE_CHECKING:  # at run time: __getattr__
+    from hvdlite_tf import elastic, keras
+    from hvdlite_tf.functions import (
+        allgather_object,
+        broadcast_global_variables,
+        broadcast_object,
+        broadcast_object_fn,
+        broadcast_variables,
+        gpu_available,
+        local_rank_op,
+        local_size_op,
+        process_set_included_op,
+        rank_op,
+        size_op,
+    )
+    from hvdlite_tf.gradient_tape import DistributedGradientTape, PartialDistributedGradientTape
+    from hvdlite_tf.keras.checkpoints import load, save
+    from hvdlite_tf.keras.optimizer import DistributedOptimizer, PartialDistributedOptimizer
+    from hvdlite_tf.keras.tf_strategy import MirroredStrategy
+    from hvdlite_tf.ops import (
+        allgather,
+        allreduce,
+        alltoall,
+        broadcast,
+        broadcast_,
+        grouped_allgather,
+        grouped_allreduce,
+        grouped_reducescatter,
+        join,
+        reducescatter,
+    )
+    from hvdlite_tf.sync_batch_norm import SyncBatchNormalization
+
 _check_installed()
 
 _HOMES = {
     "ops": ["allgather", "allreduce", "alltoall", "broadcast", "broadcast_", "grouped_allgather", "grouped_allreduce",
-            "grouped_reducescatter", "join", "local_rank_op", "local_size_op", "process_set_included_op", "rank_op",
-            "reducescatter", "size_op"],
+            "grouped_reducescatter", "join", "reducescatter"],
     "functions": ["allgather_object", "broadcast_global_variables", "broadcast_object", "broadcast_object_fn",
-                  "broadcast_variables", "gpu_available"],
+                  "broadcast_variables", "gpu_available", "local_rank_op", "local_size_op", "process_set_included_op",
+                  "rank_op", "size_op"],
     "gradient_tape": ["DistributedGradientTape", "PartialDistributedGradientTape"],
     "keras.tf_strategy": ["MirroredStrategy"],
     "keras.outer": ["DiLoCo", "LocalSGD"],
@@ -65,7 +98,7 @@ def __getattr__(name: str) -> Any:
             importlib.import_module("hvdlite_tf.keras")
     except ModuleNotFoundError as error:
         if error.name in ("tensorflow", "keras"):
-            raise ImportError(f"hvdlite_tf.{name} needs {error.name}: pip install 'hvdlite[tensorflow]'") from None
+            raise ImportError(f"hvdlite_tf.{name} needs {error.name}: pip install 'hvdlite[{error.name}]'") from None
         raise
     _patch_frameworks()
     return module if name in ("elastic", "keras") else getattr(module, name)

@@ -65,3 +65,7 @@ class TensorFlowState(VariablesState):
 
     def _groups(self) -> dict[str, list[Any]]:
         return {"variables": self.variables}
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

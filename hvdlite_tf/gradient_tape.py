@@ -17,7 +17,7 @@ from hvdlite_tf.gradients import TensorFlowStepReducer
 from hvdlite_tf.variables import local_variables
 
 
-class _Tape:
+class DistributedTape:
     """Wraps the user's tape; all methods but `gradient` are the tape's own."""
 
     def __init__(self, tape: tf.GradientTape, scale_local_gradients: bool, **arguments: Any) -> None:
@@ -26,7 +26,7 @@ class _Tape:
         self._scales_local = scale_local_gradients
         self._local: set[int] = set()
 
-    def __enter__(self) -> _Tape:
+    def __enter__(self) -> DistributedTape:
         self._tape.__enter__()
         return self
 
@@ -126,10 +126,11 @@ def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", d
                             compression: type[Compressor] = Compression.none, sparse_as_dense: bool = False,
                             op: ReduceOp = ReduceOp.AVERAGE, gradient_predivide_factor: float = 1.0, num_groups: int = 0,
                             groups: Any = None, process_set: ProcessSet = global_process_set,
-                            scale_local_gradients: bool = True) -> Any:
+                            scale_local_gradients: bool = True) -> DistributedTape:
     """Wrap a tape so that `gradient` returns gradients that are reduced over all ranks; eagerly and inside `tf.function`.
 
     Args:
+        gradtape: a tape, which may have recorded already.
         device_dense, device_sparse: accepted for Horovod's sake.
         compression: `Compression.none`, `.fp16` or `.bf16`.
         sparse_as_dense: densify `tf.IndexedSlices`, instead of gathering their rows.
@@ -144,20 +145,21 @@ def DistributedGradientTape(gradtape: tf.GradientTape, device_dense: str = "", d
         ValueError: for a tape that is already distributed, and for any other object. Other invalid arguments raise it when
             gradients are computed.
     """
-    if isinstance(gradtape, _Tape):
+    if isinstance(gradtape, DistributedTape):
         raise ValueError("this tape is distributed already: its gradients are reduced once")
     if not hasattr(gradtape, "gradient"):
         raise ValueError(f"DistributedGradientTape takes a tf.GradientTape, not {type(gradtape).__name__}")
-    return _Tape(gradtape, scale_local_gradients, compression=compression, sparse_as_dense=sparse_as_dense, op=op,
+    return DistributedTape(gradtape, scale_local_gradients, compression=compression, sparse_as_dense=sparse_as_dense, op=op,
                  gradient_predivide_factor=gradient_predivide_factor, process_set=process_set,
                  groups=chosen_groups(groups, num_groups))
 
 
 def PartialDistributedGradientTape(gradtape: tf.GradientTape, *arguments: Any, local_layers: Any = None,
-                                   **named: Any) -> Any:
+                                   **named: Any) -> DistributedTape:
     """Like `DistributedGradientTape`; the gradients of some layers' variables are not reduced.
 
     Args:
+        arguments, named: those of `DistributedGradientTape`.
         local_layers: a layer or a list of layers, already built.
 
     Raises:

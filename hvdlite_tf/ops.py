@@ -11,7 +11,7 @@ derives.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import tensorflow as tf
@@ -30,9 +30,10 @@ from hvdlite_tf.step_weight import weight_of_step
 
 Average, Sum, Adasum = api.Average, api.Sum, api.Adasum
 Min, Max, Product = api.Min, api.Max, api.Product
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _collective(function: Any) -> Any:
+def collective(function: F) -> F:
     """Decorate a collective: its errors are TensorFlow's, too.
 
     Autograph does not convert it, which would slow down every step: no control flow here depends on tensors' values.
@@ -40,7 +41,7 @@ def _collective(function: Any) -> Any:
     return tf.autograph.experimental.do_not_convert(as_tensorflow(function))
 
 
-@_collective
+@collective
 def allreduce(tensor: Any, average: bool | None = None, device_dense: str = "", device_sparse: str = "",
               compression: type[Compressor] = Compression.none, op: ReduceOp | None = None, prescale_factor: float = 1.0,
               postscale_factor: float = 1.0, name: str | None = None, process_set: ProcessSet = global_process_set,
@@ -55,6 +56,8 @@ def allreduce(tensor: Any, average: bool | None = None, device_dense: str = "", 
         op: Average (default), Sum, Product, Min, Max or Adasum.
         prescale_factor: factor on every rank's values before the reduction.
         postscale_factor: factor on the result.
+        name: the same on all ranks; unnamed calls are matched by their order.
+        process_set: the ranks that take part.
 
     Raises:
         MismatchError: on all ranks, when they disagree; it is a `tf.errors.FailedPreconditionError`, too (errors.py).
@@ -76,7 +79,7 @@ def allreduce(tensor: Any, average: bool | None = None, device_dense: str = "", 
     return compression.decompress(reduce(compressed), context)
 
 
-@_collective
+@collective
 def grouped_allreduce(tensors: Sequence[Any], average: bool | None = None, device_dense: str = "", device_sparse: str = "",
                       compression: type[Compressor] = Compression.none, op: ReduceOp | None = None,
                       prescale_factor: float = 1.0, postscale_factor: float = 1.0,
@@ -106,13 +109,17 @@ def grouped_allreduce(tensors: Sequence[Any], average: bool | None = None, devic
     return results
 
 
-@_collective
+@collective
 def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = False,
               process_set: ProcessSet = global_process_set, *, horovod_gradient: bool = True) -> tf.Tensor:
     """Return all ranks' tensors concatenated along the first dimension, which may differ between ranks. Differentiable.
 
     Args:
+        tensor: at least 1-D, of any dtype; the same on all ranks but for the number of rows.
         horovod_gradient: average the gradients of all ranks' results, as Horovod does; False: sum them, which is exact.
+
+    Raises:
+        UnsupportedError: for a scalar; otherwise like `allreduce`.
     """
     tensor = tf.convert_to_tensor(tensor)
     where = _name("allgather", name, process_set)
@@ -132,7 +139,7 @@ def allgather(tensor: Any, name: str | None = None, ignore_name_scope: bool = Fa
     return gather(tensor)
 
 
-@_collective
+@collective
 def grouped_allgather(tensors: Sequence[Any], name: str | None = None, ignore_name_scope: bool = False,
                       process_set: ProcessSet = global_process_set, *, horovod_gradient: bool = True) -> list[tf.Tensor]:
     """Like `allgather`, of several tensors."""
@@ -141,13 +148,18 @@ def grouped_allgather(tensors: Sequence[Any], name: str | None = None, ignore_na
             for tensor, each in zip(tensors, names, strict=True)]
 
 
-@_collective
+@collective
 def broadcast(tensor: Any, root_rank: int, name: str | None = None, ignore_name_scope: bool = False,
               process_set: ProcessSet = global_process_set, *, horovod_gradient: bool = True) -> tf.Tensor:
     """Return rank `root_rank`'s tensor; all ranks pass one of the same shape and dtype. Differentiable.
 
     Args:
-        horovod_gradient: like `allgather`'s.
+        tensor: any dtype and shape, the same on all ranks.
+        root_rank: the rank, in the numbering of the job.
+        horovod_gradient: as in `allgather`.
+
+    Raises:
+        UnsupportedError: for a root that does not exist, or is not in the set; otherwise like `allreduce`.
     """
     tensor = tf.convert_to_tensor(tensor)
     where = _name("broadcast", name, process_set)
@@ -164,10 +176,18 @@ def broadcast(tensor: Any, root_rank: int, name: str | None = None, ignore_name_
     return send(tensor)
 
 
-@_collective
+@collective
 def broadcast_(variables: Sequence[tf.Variable], root_rank: int, name: str | None = None,
                process_set: ProcessSet = global_process_set) -> list[tf.Tensor]:
-    """Overwrite variables with rank `root_rank`'s, and return their values."""
+    """Overwrite variables with rank `root_rank`'s, and return their values.
+
+    Args:
+        variables: the same number, shapes and dtypes on all ranks.
+        root_rank: the rank, in the numbering of the job.
+
+    Raises:
+        UnsupportedError: like `broadcast`.
+    """
     variables = list(variables)
     if not variables:
         return []
@@ -182,13 +202,17 @@ def broadcast_(variables: Sequence[tf.Variable], root_rank: int, name: str | Non
     return values
 
 
-@_collective
+@collective
 def alltoall(tensor: Any, splits: Any = None, name: str | None = None, ignore_name_scope: bool = False,
              process_set: ProcessSet = global_process_set) -> Any:
     """Send rows to each rank and return those received, in rank order; with `splits` also how many came from each.
 
     Args:
+        tensor: at least 1-D; the rows for rank 0 first, then those for rank 1, and so on.
         splits: the number of rows for each rank; default: equal parts. Differentiable.
+
+    Raises:
+        UnsupportedError: for splits that do not fit, or rows that cannot be divided equally; otherwise like `allreduce`.
     """
     tensor = tf.convert_to_tensor(tensor)
     where = _name("alltoall", name, process_set)
@@ -210,7 +234,7 @@ def alltoall(tensor: Any, splits: Any = None, name: str | None = None, ignore_na
     return received if splits is None else (received, tf.cast(rows, tf.int32))
 
 
-@_collective
+@collective
 def reducescatter(tensor: Any, device_dense: str = "", compression: type[Compressor] = Compression.none,
                   op: ReduceOp = Average, name: str | None = None, process_set: ProcessSet = global_process_set,
                   ignore_name_scope: bool = False, prescale_factor: float = 1.0, postscale_factor: float = 1.0, *,
@@ -218,7 +242,13 @@ def reducescatter(tensor: Any, device_dense: str = "", compression: type[Compres
     """Return this rank's rows of the reduction over all ranks. Differentiable for Average and Sum.
 
     Args:
+        tensor: at least 1-D; the same shape and dtype on all ranks. Rows are divided as evenly as possible, the first ranks
+            get one more.
+        op: Average (default), Sum, Product, Min or Max.
         horovod_gradient: multiply the gradient by the number of ranks, as Horovod does; False: the exact gradient.
+
+    Raises:
+        UnsupportedError: for a scalar; otherwise like `allreduce`.
     """
     compressed, context = compression.compress(tf.convert_to_tensor(tensor))
     where = _name("reducescatter", name, process_set)
@@ -240,7 +270,7 @@ def reducescatter(tensor: Any, device_dense: str = "", compression: type[Compres
     return compression.decompress(reduce(compressed), context)
 
 
-@_collective
+@collective
 def grouped_reducescatter(tensors: Sequence[Any], device_dense: str = "", compression: type[Compressor] = Compression.none,
                           op: ReduceOp = Average, process_set: ProcessSet = global_process_set, prescale_factor: float = 1.0,
                           postscale_factor: float = 1.0, *, horovod_gradient: bool = True) -> list[tf.Tensor]:
@@ -249,43 +279,14 @@ def grouped_reducescatter(tensors: Sequence[Any], device_dense: str = "", compre
                           horovod_gradient=horovod_gradient) for tensor in tensors]
 
 
-@_collective
+@collective
 def join() -> tf.Tensor:
     """Wait until all ranks have called this, contributing zeros to their collectives; return the last rank (int32)."""
-    return _int32_tensor(lambda: boundaries.join(api.runtime()))
+    return int32_tensor(lambda: boundaries.join(api.runtime()))
 
 
-@_collective
-def size_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """Return the number of ranks of a process set, when the graph runs (int32)."""
-    return _int32_tensor(lambda: len(api.runtime().members(process_set_id)))
-
-
-@_collective
-def rank_op(name: str | None = None) -> tf.Tensor:
-    """Return this rank, when the graph runs (int32)."""
-    return _int32_tensor(api.rank)
-
-
-@_collective
-def local_rank_op(name: str | None = None) -> tf.Tensor:
-    """Return this process's local rank, when the graph runs (int32)."""
-    return _int32_tensor(api.local_rank)
-
-
-@_collective
-def local_size_op(name: str | None = None) -> tf.Tensor:
-    """Return the number of ranks on this host, when the graph runs (int32)."""
-    return _int32_tensor(api.local_size)
-
-
-@_collective
-def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> tf.Tensor:
-    """Return 1 when this rank is in a process set, else 0, when the graph runs (int32)."""
-    return _int32_tensor(lambda: int(api.rank() in api.runtime().members(process_set_id)))
-
-
-def _int32_tensor(value: Any) -> tf.Tensor:
+def int32_tensor(value: Any) -> tf.Tensor:
+    """Return the number that a function returns when the graph runs."""
     return run(lambda: [np.array(value(), np.int32)], [], [tf.int32], [tf.TensorShape([])])[0]
 
 

@@ -46,19 +46,16 @@ if TYPE_CHECKING:
         grouped_reducescatter,
         grouped_reducescatter_async,
         poll,
-        recv,
-        recv_async,
         reduce,
         reducescatter,
         reducescatter_async,
         scatter,
-        send,
-        send_async,
         sparse_allreduce_async,
         synchronize,
     )
     from hvdlite_torch.optimizer import DiLoCo, DistributedOptimizer, LocalSGD
     from hvdlite_torch.sync_batch_norm import SyncBatchNorm
+    from hvdlite_torch.transfers import recv, recv_async, send, send_async
 
     __all__ = [
         "Compression", "DiLoCo", "DistributedOptimizer", "LocalSGD", "MirroredStrategy", "SyncBatchNorm", "allgather",
@@ -85,11 +82,12 @@ else:
                 "alltoall_async", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "gather",
                 "grouped_allgather", "grouped_allgather_async", "grouped_allreduce", "grouped_allreduce_",
                 "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter",
-                "grouped_reducescatter_async", "poll", "recv", "recv_async", "reduce", "reducescatter",
-                "reducescatter_async", "scatter", "send", "send_async", "sparse_allreduce_async", "synchronize"],
+                "grouped_reducescatter_async", "poll", "reduce", "reducescatter", "reducescatter_async", "scatter",
+                "sparse_allreduce_async", "synchronize"],
         "optimizer": ["DiLoCo", "DistributedOptimizer", "LocalSGD"],
         "checkpoints.resumable_loader": ["resumable"],
         "sync_batch_norm": ["SyncBatchNorm"],
+        "transfers": ["recv", "recv_async", "send", "send_async"],
     }
     _WHERE = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -17,6 +17,9 @@ def synchronize_metrics(module: torch.nn.Module) -> None:
 
     Metrics with their own `dist_sync_fn` are unchanged. From then on, all ranks call `compute()` together. A metric's
     `process_group` may be a `ProcessSet`.
+
+    Args:
+        module: a metric, or a module that has some.
     """
     metric: Any
     for metric in module.modules():
@@ -32,6 +35,7 @@ def gather_all_tensors(result: torch.Tensor, group: Any = None) -> list[torch.Te
     `synchronize_metrics`.
 
     Args:
+        result: of any shape and dtype.
         group: a `ProcessSet`; all ranks by default.
     """
     process_set = group if isinstance(group, ProcessSet) else global_process_set

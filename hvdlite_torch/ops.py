@@ -21,9 +21,6 @@ from hvdlite_torch.collectives import below_autograd
 from hvdlite_torch.collectives.below_autograd import (
     TorchHandle,
     as_runtime_array,
-    contiguous_like,
-    copy_back,
-    mark_written,
     to_transportable,
 )
 from hvdlite_torch.collectives.derivatives import (
@@ -47,15 +44,26 @@ def _name(kind: str, name: str | None, process_set: ProcessSet) -> str:
 
 
 def poll(handle: TorchHandle) -> bool:
-    """Return whether `synchronize(handle)` would not block."""
+    """Return whether `synchronize(handle)` would not block.
+
+    Args:
+        handle: what an asynchronous collective has returned.
+
+    Raises:
+        ValueError: for a value that is not a handle.
+    """
     return _checked(handle).done()
 
 
 def synchronize(handle: TorchHandle) -> Any:
     """Wait for an asynchronous call and return its result, or raise its error; may be called again.
 
+    Args:
+        handle: what an asynchronous collective has returned.
+
     Raises:
         ValueError: for a value that is not a handle.
+        HorovodInternalError: like every collective.
     """
     return _checked(handle).wait()
 
@@ -103,12 +111,13 @@ def allreduce(tensor: torch.Tensor, average: bool | None = None, name: str | Non
     Args:
         tensor: the same shape and dtype on all ranks; any strides, any dtype but bool (Min and Max only) on the CPU.
         average: deprecated; use `op`.
-        name: the same on all ranks.
+        name: the same on all ranks; unnamed calls are matched by their order.
         compression: dtype on the wire for float32 and float64.
         op: Average (default), Sum, Product, Min, Max or Adasum (no gradient). The gradient is the derivative of the sum of
             all ranks' losses: for Average and Sum the same reduction of the upstream gradient.
         prescale_factor: factor on every rank's values before the reduction.
         postscale_factor: factor on the result.
+        process_set: the ranks that take part.
 
     Raises:
         MismatchError: on all ranks, when they disagree about shape, dtype, op or factors.
@@ -163,7 +172,9 @@ def sparse_allreduce_async(tensor: torch.Tensor, name: str, op: ReduceOp = Avera
 
     Args:
         tensor: the same shape and dtype on all ranks; each rank has its own elements.
+        name: the same on all ranks.
         op: Average or Sum.
+        process_set: the ranks that take part.
 
     Raises:
         UnsupportedError: for a tensor that is not sparse COO, or another op; otherwise like `allgather`.
@@ -193,6 +204,7 @@ def allgather(tensor: torch.Tensor, name: str | None = None, process_set: Proces
     """Return all ranks' tensors concatenated along the first dimension, which may differ between ranks. Differentiable.
 
     Args:
+        tensor: at least 1-D, of any dtype; the same on all ranks but for the number of rows.
         horovod_gradient: the gradient is the *average* over ranks of the upstream gradient's rows of this rank, as in
             Horovod; False: their sum, which is the derivative of the sum of all ranks' losses.
 
@@ -234,6 +246,7 @@ def reducescatter(tensor: torch.Tensor, name: str | None = None, compression: ty
     Rows (the first dimension) are divided as evenly as possible; the first ranks get one row more.
 
     Args:
+        tensor: at least 1-D; the same shape and dtype on all ranks.
         compression: dtype on the wire for float32 and float64.
         op: Average (default), Sum, Product, Min or Max; differentiable for Average and Sum.
         horovod_gradient: the gradient is all ranks' upstream gradients put together (times the number of ranks for Sum), as
@@ -299,7 +312,11 @@ def alltoall(tensor: torch.Tensor, splits: Sequence[int] | torch.Tensor | None =
 
 def reduce(tensor: torch.Tensor, root_rank: int, name: str | None = None, op: ReduceOp = Average,
            process_set: ProcessSet = global_process_set) -> torch.Tensor | None:
-    """Like `allreduce`, but only rank `root_rank` gets the result; the others get None. Not differentiable."""
+    """Like `allreduce`, but only rank `root_rank` gets the result; the others get None. Not differentiable.
+
+    Args:
+        root_rank: the rank, in the numbering of the job.
+    """
     name = _name("reduce", name, process_set)
     source = to_transportable(tensor, name, Collective.REDUCE, op)
     target = torch.empty_like(source) if api.rank() == root_rank else None
@@ -311,7 +328,11 @@ def reduce(tensor: torch.Tensor, root_rank: int, name: str | None = None, op: Re
 
 def gather(tensor: torch.Tensor, root_rank: int, name: str | None = None,
            process_set: ProcessSet = global_process_set) -> torch.Tensor | None:
-    """Like `allgather`, but only rank `root_rank` gets the result; the others get None. Not differentiable."""
+    """Like `allgather`, but only rank `root_rank` gets the result; the others get None. Not differentiable.
+
+    Args:
+        root_rank: the rank, in the numbering of the job.
+    """
     name = _name("gather", name, process_set)
     source = to_transportable(tensor, name, Collective.GATHER)
     array = cuda.wait(api.runtime().gather(name, as_runtime_array(source, name), root_rank,
@@ -324,6 +345,13 @@ def scatter(tensor: torch.Tensor, root_rank: int, name: str | None = None,
     """Return this rank's rows of rank `root_rank`'s tensor; all ranks pass one of the same shape and dtype.
 
     Rows are divided as by `reducescatter`. Not differentiable.
+
+    Args:
+        tensor: at least 1-D, of any dtype; its values count on rank `root_rank` only.
+        root_rank: the rank, in the numbering of the job.
+
+    Raises:
+        UnsupportedError: for a scalar, and for a root that does not exist, or is not in the set; otherwise like `allreduce`.
     """
     name = _name("scatter", name, process_set)
     source = to_transportable(tensor, name, Collective.SCATTER)
@@ -357,36 +385,16 @@ def broadcast(tensor: torch.Tensor, root_rank: int, name: str | None = None, pro
     """Return rank `root_rank`'s tensor; all ranks pass one of the same shape and dtype. Differentiable.
 
     Args:
+        tensor: any dtype and shape, the same on all ranks.
+        root_rank: the rank, in the numbering of the job.
         horovod_gradient: the gradient is the *average* over ranks of the upstream gradient on the root and zero elsewhere,
             as in Horovod; False: their sum, which is the derivative of the sum of all ranks' losses.
+
+    Raises:
+        UnsupportedError: for a root that does not exist, or is not in the set; otherwise like `allreduce`.
     """
     (result,) = apply(BroadcastCall(_name("broadcast", name, process_set), process_set, root_rank, horovod_gradient), tensor)
     return result
-
-
-def send_async(tensor: torch.Tensor, dst: int, name: str | None = None) -> TorchHandle:
-    """Like `send`, but return a handle immediately; `tensor` must not be written until it is done."""
-    name = api.runtime().names.of_transfer("torch", name, api.rank(), dst)
-    source = to_transportable(tensor, name, Collective.SEND)
-    return TorchHandle(api.runtime().send(name, as_runtime_array(source, name), dst), lambda _: None)
-
-
-def send(tensor: torch.Tensor, dst: int, name: str | None = None) -> None:
-    """Send a tensor to rank `dst`, which calls `recv`; return when it has arrived. Like `hvdlite.send`."""
-    synchronize(send_async(tensor, dst, name))
-
-
-def recv_async(tensor: torch.Tensor, src: int, name: str | None = None) -> TorchHandle:
-    """Like `recv`, but return a handle immediately; `tensor` must not be used until it is done."""
-    name = api.runtime().names.of_transfer("torch", name, src, api.rank())
-    target = to_transportable(contiguous_like(tensor), name, Collective.SEND)
-    mark_written(tensor)
-    return TorchHandle(api.runtime().receive(name, as_runtime_array(target, name), src), lambda _: copy_back(tensor, target))
-
-
-def recv(tensor: torch.Tensor, src: int, name: str | None = None) -> torch.Tensor:
-    """Overwrite `tensor` with what rank `src` sends, of the same shape and dtype; return it. Not differentiable."""
-    return synchronize(recv_async(tensor, src, name))
 
 
 def _split_list(splits: Sequence[int] | torch.Tensor | None) -> list[int] | None:

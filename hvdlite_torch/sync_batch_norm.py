@@ -47,6 +47,10 @@ class SyncBatchNorm(_BatchNorm):
 
         A layer with several places in the model is one layer in all of them afterwards.
 
+        Args:
+            module: a model, or a layer.
+            process_set: the ranks that share statistics.
+
         Raises:
             ValueError: for a lazy layer that has not seen a batch yet.
         """

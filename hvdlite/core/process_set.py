@@ -59,7 +59,13 @@ class ProcessSet:
         return None if self.process_set_id is None or self.ranks is None else self._own_rank in self.ranks
 
     def register(self, process_set_id: int | None, own_rank: int | None, registered_ids: Sequence[int] = ()) -> None:
-        """Set the id of a registered set, or None for a removed one."""
+        """Set the id of a registered set, or None for a removed one.
+
+        Args:
+            process_set_id: the new id.
+            own_rank: this process's rank in the job.
+            registered_ids: the ids of this set and of the other parts of the split.
+        """
         self.process_set_id, self._own_rank = process_set_id, own_rank
         self.registered_ids = tuple(registered_ids) or (() if process_set_id is None else (process_set_id,))
 

@@ -25,17 +25,14 @@ from hvdlite.ops import (
     grouped_reducescatter,
     join,
     poll,
-    recv,
-    recv_async,
     reduce,
     reducescatter,
     reducescatter_async,
     scatter,
-    send,
-    send_async,
     synchronize,
 )
 from hvdlite.training.checkpoints import load, save
+from hvdlite.transfers import recv, recv_async, send, send_async
 
 __all__ = [
     "allgather", "allgather_async", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall",

@@ -13,21 +13,37 @@ from hvdlite.api import runtime
 
 
 def check_extension(*names: str) -> None:
-    """Do nothing: hvdlite has no extensions that could be missing."""
+    """Do nothing: hvdlite has no extensions that could be missing.
+
+    Args:
+        names: ignored.
+    """
 
 
 def mpi_built(verbose: bool = False) -> bool:
-    """Return whether mpi4py is installed."""
+    """Return whether mpi4py is installed.
+
+    Args:
+        verbose: accepted for Horovod's sake.
+    """
     return _installed("mpi4py")
 
 
 def gloo_built(verbose: bool = False) -> bool:
-    """Return whether torch, which brings Gloo, is installed."""
+    """Return whether torch, which brings Gloo, is installed.
+
+    Args:
+        verbose: accepted for Horovod's sake.
+    """
     return _installed("torch")
 
 
 def nccl_built(verbose: bool = False) -> int:
-    """Return NCCL's version code (22803 for 2.28.3) as CuPy sees it, or 0 when it cannot be used."""
+    """Return NCCL's version code (22803 for 2.28.3) as CuPy sees it, or 0 when it cannot be used.
+
+    Args:
+        verbose: accepted for Horovod's sake.
+    """
     try:
         nccl = importlib.import_module("cupy.cuda.nccl")  # not at the top: nothing needs a GPU to be imported
         return int(nccl.get_version()) if nccl.available else 0
@@ -36,12 +52,20 @@ def nccl_built(verbose: bool = False) -> int:
 
 
 def cuda_built(verbose: bool = False) -> bool:
-    """Return whether CuPy, through which GPUs are used, is installed."""
+    """Return whether CuPy, through which GPUs are used, is installed.
+
+    Args:
+        verbose: accepted for Horovod's sake.
+    """
     return _installed("cupy")
 
 
 def ccl_built(verbose: bool = False) -> bool:
-    """Return False: AMD's and Intel's GPUs have no plane, and neither IBM's DDL nor oneCCL is used."""
+    """Return False: AMD's and Intel's GPUs have no plane, and neither IBM's DDL nor oneCCL is used.
+
+    Args:
+        verbose: accepted for Horovod's sake.
+    """
     return False
 
 

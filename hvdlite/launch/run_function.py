@@ -81,15 +81,26 @@ def run(func: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str,
     (cloudpickle); a function of a module is pickled by reference, and every host must have the module.
 
     Args:
-        np: number of ranks (Horovod: `num_proc`); default: one on each slot of `hosts`, else 1.
-        min_np, max_np: the least and the greatest number of ranks of an elastic job (Horovod: `min_num_proc` and
-            `max_num_proc`).
+        func: called on every rank.
+        args: its arguments, pickled.
+        kwargs: likewise.
+        num_proc, min_num_proc, max_num_proc: Horovod's names of `np`, `min_np` and `max_np`.
         slots: slots of a discovered host that names none.
         reset_limit: how often the ranks of an elastic job may change.
         cooldown_range: for how many seconds at least and at most what has failed is not used; default: as hvdrun's.
-        host_discovery_script: a program that prints the hosts, one a line: host:slots.
+        np: number of ranks; default: one on each slot of `hosts`, else 1.
+        min_np, max_np: the least and the greatest number of ranks of an elastic job.
         hosts: as `hvdrun -H`: "a:2,b:4"; default: this host, or the scheduler's allocation.
+        hostfile: a file of hosts, one a line: name slots=N.
+        host_discovery_script: a program that prints the hosts, one a line: host:slots.
+        start_timeout: seconds in which all ranks must have started.
+        ssh_port: of the other hosts.
+        ssh_identity_file: a private key for them.
         output_filename: keep each rank's output under this directory.
+        verbose: whether hvdrun says what it does.
+        use_gloo: accepted for Horovod's sake.
+        use_mpi: must not be true: hvdrun itself starts the ranks.
+        network_interfaces: names of those between the hosts; default: the one of the route.
         executable: Python for the ranks; default: this one.
         env: variables on top of this process's environment.
         options: further options of hvdrun, such as `["--bind", "--fold"]`.

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import numbers
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 from hvdlite.core.types import ReduceOp
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 WRAPPED = ("this optimizer is distributed already: use it as it is (what is made in the scope of a MirroredStrategy is "
            "distributed at once)")
@@ -88,11 +85,3 @@ def group_ids(groups: object, parameters: Sequence[Any]) -> dict[int, int]:
                 raise ValueError(f"a parameter of shape {list(parameter.shape)} is in groups more than once")
             found[id(parameter)] = group_id
     return found
-
-
-def shown_without_internal(function: F) -> F:
-    """Let `help` and completion show a function's signature without the arguments that begin with an underscore."""
-    signature = inspect.signature(function)
-    shown = [each for name, each in signature.parameters.items() if not name.startswith("_")]
-    function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
-    return function

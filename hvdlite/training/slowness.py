@@ -29,6 +29,9 @@ def slowness(window: float = WINDOW_SECONDS) -> Slowness | None:
 
     All ranks call this, and get the same: a small allgather. See docs/when-it-hangs.md#slow-ranks for the causes.
 
+    Args:
+        window: how far back to look, in seconds.
+
     Raises:
         HorovodInternalError: like every collective.
     """
@@ -42,6 +45,7 @@ def log_slowness(step: int, writer: Any = None) -> Slowness | None:
     (the share of its time in which rank N waits for collectives).
 
     Args:
+        step: the number under which the values are written.
         writer: None, or TensorBoard's `SummaryWriter`, a writer of `tf.summary`, the module `mlflow`, or the module `wandb`
             or a run of it; anything with `add_scalar(name, value, step)`, `log_metrics(dict, step=)` or
             `log(dict, step=)`. Needed on rank 0 only. W&B drops values of a step before its present one: then they

@@ -72,6 +72,10 @@ def broadcast_variables(variables: Any, root_rank: int) -> None:
 
     The random states of layers (Dropout) are advanced, so that no two ranks draw the same numbers.
 
+    Args:
+        variables: such as `model.variables`, or one of them.
+        root_rank: the rank whose values all get.
+
     Raises:
         ValueError: for a value that is not a variable.
     """
@@ -86,6 +90,9 @@ def broadcast_variables(variables: Any, root_rank: int) -> None:
 def broadcast_global_variables(root_rank: int) -> None:
     """Raise an error: Keras 3 has no global variables.
 
+    Args:
+        root_rank: as in `broadcast_variables`.
+
     Raises:
         RuntimeError: always; the message names the replacement.
     """
@@ -95,7 +102,16 @@ def broadcast_global_variables(root_rank: int) -> None:
 
 @_with_errors_of_backend
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> Any:
-    """Return rank `root_rank`'s picklable object on every rank."""
+    """Return rank `root_rank`'s picklable object on every rank.
+
+    Args:
+        obj: picklable; that of the other ranks is ignored.
+        root_rank: the rank whose object all get.
+        name: the same on all ranks; unnamed calls are matched by their order.
+
+    Raises:
+        HorovodInternalError: like every collective.
+    """
     if _api.is_provisional():
         return obj
     runtime = _api.runtime()
@@ -104,7 +120,15 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None) -> A
 
 @_with_errors_of_backend
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """Return every rank's picklable object, in rank order."""
+    """Return every rank's picklable object, in rank order.
+
+    Args:
+        obj: picklable.
+        name: the same on all ranks; unnamed calls are matched by their order.
+
+    Raises:
+        HorovodInternalError: like every collective.
+    """
     runtime = _api.runtime()
     return _objects.allgather_object(runtime, obj, name or runtime.names.unnamed("keras", "allgather_object"))
 

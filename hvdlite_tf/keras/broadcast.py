@@ -116,7 +116,11 @@ _FRONTENDS: Final = {"tensorflow": "hvdlite_tf.ops", "torch": "hvdlite_torch.ops
 def allreduce(value: Any, name: str | None = None, average: bool | None = None, prescale_factor: float = 1.0,
               postscale_factor: float = 1.0, op: ReduceOp | None = None,
               compression: type[Compressor] = Compression.none) -> Any:
-    """Return the reduction over all ranks of a tensor, or of a value that Keras can convert to one, with the same dtype."""
+    """Like `hvdlite_tf.allreduce`, of a tensor of Keras' backend, or a value that Keras can convert to one.
+
+    Args:
+        value: the same shape and dtype on all ranks; on JAX not inside compiled functions.
+    """
     tensor = keras.ops.convert_to_tensor(value)
     dtype = keras.backend.standardize_dtype(tensor.dtype)
     target = compression.target_for(dtype)
@@ -129,7 +133,12 @@ def allgather(value: Any, name: str | None = None, *, horovod_gradient: bool = T
     """Return all ranks' tensors concatenated along the first dimension.
 
     Args:
+        value: at least 1-D, of any dtype; the same on all ranks but for the number of rows.
+        name: the same on all ranks; unnamed calls are matched by their order.
         horovod_gradient: average the gradients of all ranks' results, as Horovod does; False: sum them, which is exact.
+
+    Raises:
+        UnsupportedError: for a scalar; otherwise like `allreduce`.
     """
     return _collective("allgather", value, name, horovod_gradient)
 
@@ -138,7 +147,13 @@ def broadcast(value: Any, root_rank: int, name: str | None = None, *, horovod_gr
     """Return rank `root_rank`'s tensor.
 
     Args:
-        horovod_gradient: like `allgather`'s.
+        value: any dtype and shape, the same on all ranks.
+        root_rank: the rank, in the numbering of the job.
+        name: the same on all ranks; unnamed calls are matched by their order.
+        horovod_gradient: as in `allgather`.
+
+    Raises:
+        UnsupportedError: for a root that does not exist; otherwise like `allreduce`.
     """
     return _collective("broadcast", value, name, horovod_gradient, root_rank=root_rank)
 
@@ -148,7 +163,14 @@ def reducescatter(value: Any, name: str | None = None, op: ReduceOp = ReduceOp.A
     """Return this rank's rows of the reduction of a tensor over all ranks.
 
     Args:
+        value: at least 1-D; the same shape and dtype on all ranks. Rows are divided as evenly as possible, the first ranks
+            get one more.
+        name: the same on all ranks; unnamed calls are matched by their order.
+        op: Average (default), Sum, Product, Min or Max.
         horovod_gradient: multiply the gradient by the number of ranks, as Horovod does; False: the exact gradient.
+
+    Raises:
+        UnsupportedError: for a scalar; otherwise like `allreduce`.
     """
     return _collective("reducescatter", value, name, horovod_gradient, op=op)
 

@@ -79,7 +79,11 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """Average the values of an epoch's logs over all ranks; put it before callbacks that read logs."""
+    """Average the values of an epoch's logs over all ranks; put it before callbacks that read logs.
+
+    Args:
+        device: accepted for Horovod's sake.
+    """
 
     def __init__(self, device: str = "") -> None:
         super().__init__()
@@ -254,3 +258,7 @@ class SlownessCallback(keras.callbacks.Callback):
         found = log_slowness(epoch, self._writer)
         if found is not None and api.rank() == 0:
             print(found, flush=True)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -117,6 +117,7 @@ def load_model(filepath: Any, custom_optimizers: Any = None, custom_objects: dic
     """Load a Keras model and wrap its optimizer, whose state is kept.
 
     Args:
+        filepath: as in `keras.models.load_model`.
         custom_optimizers: classes of optimizers that are not registered with Keras.
         custom_objects: as in `keras.models.load_model`.
         compression: as in `DistributedOptimizer`.

@@ -174,3 +174,7 @@ class KerasState(VariablesState):
             variable.assign(keras.ops.copy(value))
         super()._load_small(others)
 
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

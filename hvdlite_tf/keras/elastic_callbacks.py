@@ -60,7 +60,11 @@ class CommitStateCallback(keras.callbacks.Callback):
 
 
 class _Position(keras.callbacks.Callback):
-    """A callback that keeps a position in a state; what it notes, it may note twice."""
+    """A callback that keeps a position in a state; what it notes, it may note twice.
+
+    Args:
+        state: a `KerasState`, or another state with the attribute that is kept up to date.
+    """
 
     def __init__(self, state: Any) -> None:
         super().__init__()
@@ -78,10 +82,18 @@ class _Position(keras.callbacks.Callback):
         self.note_epoch(epoch)
 
     def note_batch(self, batch: int) -> None:
-        """Note the end of a batch."""
+        """Note the end of a batch.
+
+        Args:
+            batch: its number in the epoch, from 0.
+        """
 
     def note_epoch(self, epoch: int) -> None:
-        """Note the end of an epoch."""
+        """Note the end of an epoch.
+
+        Args:
+            epoch: its number in this `fit`, from 0.
+        """
 
 
 class UpdateBatchStateCallback(_Position):

@@ -55,9 +55,11 @@ def fit(state: Any, x: Any, y: Any = None, *, batch_size: int | None = None, epo
     complete. The order of samples depends on rank 0's random seed (`keras.utils.set_random_seed`) and the epoch.
 
     Args:
+        state: of a compiled model; has the attribute `epoch`.
         x: arrays, or a `keras.utils.PyDataset` whose batches are global ones.
         y: with arrays.
         batch_size: samples of a global batch of all ranks together, of arrays; default: 32.
+        epochs: their number, from the first world on.
         callbacks: their public attributes with plain data go on: numbers and texts as at the last batch, others as at the
             end of the last epoch. Callbacks that write files run on rank 0 only.
         shares: of the ranks in global batches, as for `MirroredStrategy`: None for equal ones, a list with a number for each

@@ -239,13 +239,18 @@ class Distributed:
         return _rebuilt, (self._hvdlite_base, self.get_config(), self._hvdlite_settings)  # type: ignore[attr-defined]
 
 
+if TYPE_CHECKING:
+    class WrappedOptimizer(Distributed, keras.optimizers.Optimizer, Any):
+        """What type checkers show of a wrapped optimizer: its methods, and those of the user's class (`Any`)."""
+
+
 def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: str = "", device_sparse: str = "",
                          compression: type[Compressor] = Compression.none, sparse_as_dense: bool = False,
                          gradient_predivide_factor: float = 1.0, op: ReduceOp = ReduceOp.AVERAGE,
                          backward_passes_per_step: int = 1, average_aggregated_gradients: bool = False,
                          num_groups: int = 0, groups: Any = None, process_set: ProcessSet = global_process_set,
                          scale_local_gradients: bool = True, use_locking: bool = False, sharded: bool = False,
-                         outer: DiLoCo | None = None) -> Any:
+                         outer: DiLoCo | None = None) -> WrappedOptimizer:
     """Make a Keras 3 optimizer average its gradients over all ranks; returns the same object.
 
     Clipping, loss scaling, weight decay, moving averages and Keras' own gradient accumulation act on reduced gradients.
@@ -253,6 +258,7 @@ def DistributedOptimizer(optimizer: Any, name: str | None = None, device_dense: 
     gradients.
 
     Args:
+        optimizer: an optimizer of Keras 3, or a `LossScaleOptimizer`.
         name, device_dense, device_sparse, use_locking: accepted for Horovod's sake.
         compression: `Compression.none`, `.fp16` or `.bf16`: dtype on the wire for float32 and float64 gradients.
         sparse_as_dense: densify the gradients of embeddings, instead of gathering their rows. (Keras' Adam treats the two
@@ -307,6 +313,7 @@ def PartialDistributedOptimizer(optimizer: Any, *arguments: Any, local_layers: A
     """Like `DistributedOptimizer`; the variables of some layers are left to each rank.
 
     Args:
+        arguments, named: those of `DistributedOptimizer`.
         local_layers: a layer or a list of layers, which have been built.
 
     Raises:
@@ -315,7 +322,7 @@ def PartialDistributedOptimizer(optimizer: Any, *arguments: Any, local_layers: A
     """
     local = local_variables(local_layers)
     wrapped = DistributedOptimizer(optimizer, *arguments, **named)
-    inner = getattr(wrapped, "inner_optimizer", wrapped)
+    inner: Any = getattr(wrapped, "inner_optimizer", wrapped)
     for variable in local:
         inner.register_local_var(variable)
     return wrapped

@@ -74,7 +74,11 @@ class BaseStrategy(LaunchableStrategy):
         """Finish the constructor of a backend's strategy."""
 
     def is_summed_on_read(self, variable: Any) -> bool:
-        """Return whether a variable of a metric has each rank's part, and reading it gives the sum over all ranks."""
+        """Return whether a variable of a metric has each rank's part, and reading it gives the sum over all ranks.
+
+        Args:
+            variable: of Keras.
+        """
         return False
 
     @property

@@ -36,6 +36,8 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
     Args:
         params: a `state_dict()`, or `named_parameters()`, or a list of tensors. Entries of a dict that are not tensors are
             left alone.
+        root_rank: the rank whose values all get.
+        process_set: the ranks that take part.
 
     Raises:
         ValueError: for anything else.
@@ -61,7 +63,12 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, 
     so no step is taken to create it. Tensors keep their dtypes.
 
     Args:
+        optimizer: plain or distributed.
+        root_rank: the rank whose state all get.
         model: accepted for Horovod's sake; not needed.
+
+    Raises:
+        HorovodInternalError: like every collective.
     """
     del model
     if not api.is_provisional():
@@ -163,6 +170,7 @@ def check_replicas(params: Mapping[str, Any] | Iterable[Any], process_set: Proce
 
     Args:
         params: like `broadcast_parameters`.
+        process_set: the ranks that are compared.
 
     Raises:
         ReplicaMismatchError: on all ranks, naming the first tensor that differs and the ranks.
@@ -194,7 +202,17 @@ def broadcast_each(runtime: Runtime, tensors: Sequence[tuple[torch.Tensor, int]]
 
 def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None,
                      process_set: ProcessSet = global_process_set) -> Any:
-    """Return rank `root_rank`'s picklable object on every rank."""
+    """Return rank `root_rank`'s picklable object on every rank.
+
+    Args:
+        obj: picklable; that of the other ranks is ignored.
+        root_rank: the rank whose object all get.
+        name: the same on all ranks; unnamed calls are matched by their order.
+        process_set: the ranks that take part.
+
+    Raises:
+        HorovodInternalError: like every collective.
+    """
     if api.is_provisional():
         return obj
     name = api.runtime().names.of_call("torch", "broadcast_object", name, api.set_id(process_set))
@@ -202,7 +220,16 @@ def broadcast_object(obj: Any, root_rank: int = 0, name: str | None = None,
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Return every rank's picklable object, in rank order."""
+    """Return every rank's picklable object, in rank order.
+
+    Args:
+        obj: picklable.
+        name: the same on all ranks; unnamed calls are matched by their order.
+        process_set: the ranks that take part.
+
+    Raises:
+        HorovodInternalError: like every collective.
+    """
     name = api.runtime().names.of_call("torch", "allgather_object", name, api.set_id(process_set))
     return objects.allgather_object(api.runtime(), obj, name, api.set_id(process_set))
 
@@ -266,6 +293,9 @@ def broadcast_buffers(model: torch.nn.Module, root_rank: int = 0, process_set: P
     """Give all ranks rank `root_rank`'s buffers of a model, now; all ranks of the process set call this together.
 
     Args:
+        model: its buffers are sent, those of its modules too.
+        root_rank: the rank whose values all get.
+        process_set: the ranks that take part.
         every_forward: also do it from now on as `DistributedDataParallel(broadcast_buffers=True)` does: before the first
             forward pass, and before each one that follows a forward pass with gradients. All ranks must then make the same
             forward passes of this model (not of its parts). `no_sync()` of an optimizer changes nothing here. Copies and

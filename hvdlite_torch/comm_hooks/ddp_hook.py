@@ -94,6 +94,9 @@ class DDPHook:
     def reduce(self, gradients: Gradients, exchange: Exchange) -> None:
         """Call the hook, which averages the gradients.
 
+        Args:
+            gradients, exchange: as in `CommHook`.
+
         Raises:
             UnsupportedError: in an elastic job with a process group of torch.distributed, and when ranks have joined.
         """

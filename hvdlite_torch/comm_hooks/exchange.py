@@ -26,7 +26,12 @@ class CommHook(Protocol):
     """
 
     def reduce(self, gradients: Gradients, exchange: Exchange) -> None:
-        """Average the gradients over all ranks, in place; called on all ranks with the same names in the same order."""
+        """Average the gradients over all ranks, in place; called on all ranks with the same names in the same order.
+
+        Args:
+            gradients: pairs of a name and a dense tensor; written in place.
+            exchange: collectives over the ranks that share gradients.
+        """
 
 
 class Exchange:
@@ -52,7 +57,13 @@ class Exchange:
         self._label, self._process_set = "", GLOBAL_PROCESS_SET_ID
 
     def attach(self, runtime: Runtime, label: str, process_set: int) -> None:
-        """Use the collectives of a runtime from now on."""
+        """Use the collectives of a runtime from now on.
+
+        Args:
+            runtime: of this world.
+            label: begins the names of collectives.
+            process_set: its id.
+        """
         self._runtime, self._label, self._process_set = runtime, label, process_set
         self.size, self.rank = len(runtime.members(process_set)), runtime.world.rank
 
@@ -67,21 +78,41 @@ class Exchange:
         return self._joins_before + self._runtime.joins
 
     def average(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Average tensors in place, as one group."""
+        """Average tensors in place, as one group.
+
+        Args:
+            name: for messages and matching, the same on all ranks; another one for each call in a round.
+            tensors: of floating-point dtypes; the same shapes and dtypes on all ranks.
+        """
         self.start_average(name, tensors)()
 
     def start_average(self, name: str, tensors: Sequence[torch.Tensor]) -> Callable[[], None]:
-        """Start to average tensors in place, as one group; return a function that waits until they are averaged."""
+        """Start to average tensors in place, as one group; return a function that waits until they are averaged.
+
+        Args:
+            name: for messages and matching, the same on all ranks; another one for each call in a round.
+            tensors: as in `average`.
+        """
         return self._start_reduction(name, tensors, ReduceOp.AVERAGE)
 
     def largest(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the largest values of a tensor over all ranks, element by element."""
+        """Return the largest values of a tensor over all ranks, element by element.
+
+        Args:
+            name: for messages and matching, the same on all ranks; another one for each call in a round.
+            tensor: the same shape and dtype on all ranks.
+        """
         result = tensor.clone()
         self._start_reduction(name, [result], ReduceOp.MAX)()
         return result
 
     def gather(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return all ranks' tensors, concatenated along the first dimension."""
+        """Return all ranks' tensors, concatenated along the first dimension.
+
+        Args:
+            name: for messages and matching, the same on all ranks; another one for each call in a round.
+            tensor: the same shape and dtype on all ranks, but for the number of rows.
+        """
         devices = self._runtime.devices
         source = cuda.to_transportable(contiguous(tensor, name), devices, Collective.ALLGATHER)
         handle = self._runtime.allgather(f"{self._label}.{name}", as_runtime_array(source, name, devices),
@@ -116,7 +147,11 @@ class AllReduce:
     is_idempotent = True
 
     def reduce(self, gradients: Gradients, exchange: Exchange) -> None:
-        """Average the gradients."""
+        """Average the gradients.
+
+        Args:
+            gradients, exchange: as in `CommHook`.
+        """
         exchange.average("gradients", [gradient for _, gradient in gradients])
 
 

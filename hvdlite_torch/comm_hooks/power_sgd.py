@@ -63,13 +63,21 @@ class PowerSGD:
                 "factors": _copies(self._factors)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from there. Call it on all ranks, before backward."""
+        """Go on from there. Call it on all ranks, before backward.
+
+        Args:
+            state_dict: what `state_dict` has returned.
+        """
         self._errors, self._factors = _copies(state_dict["errors"]), _copies(state_dict["factors"])
         self._scale, self._writer = state_dict["scale"], state_dict["rank"]
         self._steps, self._joins = state_dict["steps"], -1
 
     def reduce(self, gradients: Gradients, exchange: Exchange) -> None:
-        """Average the gradients, most of them approximately."""
+        """Average the gradients, most of them approximately.
+
+        Args:
+            gradients, exchange: as in `CommHook`.
+        """
         scale = self._begin(exchange)
         if self._joins != exchange.joins:  # ranks that joined early, or have loaded no state, have made fewer steps
             self._steps = int(exchange.largest("steps", torch.tensor([self._steps])))

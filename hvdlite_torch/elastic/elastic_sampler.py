@@ -39,6 +39,9 @@ class ElasticSampler(Sampler[int]):
 
         Directly after a change of the world, or after a state was loaded, the same epoch goes on where it was instead. So
         this may be called at the beginning of an epoch, too.
+
+        Args:
+            epoch: decides the order of samples, together with the seed.
         """
         if epoch != self.epoch or not self._goes_on:
             self.processed_num = 0
@@ -46,13 +49,21 @@ class ElasticSampler(Sampler[int]):
         self._divide()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Record that every rank has processed a batch of this many samples."""
+        """Record that every rank has processed a batch of this many samples.
+
+        Args:
+            batch_idx: accepted for Horovod's sake.
+            batch_size: samples of each rank's batch.
+        """
         del batch_idx
         self._goes_on = False
         self.processed_num += batch_size * self.num_replicas
 
     def record_indices(self, indices: Iterable[int]) -> None:
         """Record that this rank has processed the next samples of its shard, and every other rank as many.
+
+        Args:
+            indices: of the data set, in the order in which the sampler gave them.
 
         Raises:
             ValueError: for samples that are not the next ones, because the position is a number.
@@ -65,7 +76,12 @@ class ElasticSampler(Sampler[int]):
         self.record_batch(0, len(given))
 
     def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
-        """Return the indices of this rank's batch `batch_idx`."""
+        """Return the indices of this rank's batch `batch_idx`.
+
+        Args:
+            batch_idx: its number since the position was last changed, from 0.
+            batch_size: samples of a batch of this rank.
+        """
         start = batch_idx * batch_size
         return self.indices[start:start + batch_size]
 
@@ -74,7 +90,11 @@ class ElasticSampler(Sampler[int]):
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a state, with the current number of ranks."""
+        """Continue from a state, with the current number of ranks.
+
+        Args:
+            state_dict: what `state_dict` has returned on any number of ranks.
+        """
         self.epoch, self.processed_num = state_dict["epoch"], state_dict["processed_num"]
         self.reset()
 

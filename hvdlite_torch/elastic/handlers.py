@@ -53,7 +53,11 @@ class StateHandler:
         raise NotImplementedError
 
     def set_value(self, value: Any) -> None:
-        """Replace the object, and save the new one."""
+        """Replace the object, and save the new one.
+
+        Args:
+            value: the new object.
+        """
         self.value = value
         self.save()
 
@@ -95,11 +99,19 @@ class StateDictHandler(StateHandler):
         return self.staged
 
     def parts(self, state: Any) -> dict[str, Any]:
-        """Return the parts of a state that are compared and sent by themselves, by what their names add to the object's."""
+        """Return the parts of a state that are compared and sent by themselves, by what their names add to the object's.
+
+        Args:
+            state: a state dict of the object.
+        """
         return {"": state}
 
     def stage_received(self, structure: Any) -> Any:
-        """Put memory in place of a received part's placeholders, and return it, for its tensors to be received."""
+        """Put memory in place of a received part's placeholders, and return it, for its tensors to be received.
+
+        Args:
+            structure: of the state dict, with placeholders for tensors.
+        """
         self.staged = with_rooms(structure, self.staged)
         return self.staged
 
@@ -122,7 +134,11 @@ class StateDictHandler(StateHandler):
         return copied_over(self.value.state_dict(), room)
 
     def load_small(self, small: Any) -> None:
-        """Load such a copy, which stays as it is."""
+        """Load such a copy, which stays as it is.
+
+        Args:
+            small: as `small_copy` has returned it.
+        """
         self.load(small)
 
     def promote(self) -> None:
@@ -130,7 +146,11 @@ class StateDictHandler(StateHandler):
         self.saved, self.staged = self.staged, self.saved
 
     def load(self, structure: Any) -> None:
-        """Load a structure like a state dict, which the object must not keep."""
+        """Load a structure like a state dict, which the object must not keep.
+
+        Args:
+            structure: a copy of what `state_dict()` returns.
+        """
         self.value.load_state_dict(copied_over(structure, None))
 
 
@@ -314,7 +334,11 @@ def get_handler_registry() -> Registry:
 
 
 def set_handler_registry(registry: Registry) -> None:
-    """Replace the handlers for states that are made from now on."""
+    """Replace the handlers for states that are made from now on.
+
+    Args:
+        registry: pairs of a type and what makes the handler of an instance; the first that matches is taken.
+    """
     global _registry
     _registry = registry
 

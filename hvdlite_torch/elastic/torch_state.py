@@ -109,6 +109,9 @@ class TorchState(ComparedState):
         """Call a function with the global batch, in samples, when a loop with `global_batch="scale"` begins in a world.
 
         It sets what depends on the batch, such as the learning rate, to a value that does not depend on the one before.
+
+        Args:
+            callback: a function of the global batch, in samples.
         """
         self._scale_callbacks = (*self._scale_callbacks, callback)
 

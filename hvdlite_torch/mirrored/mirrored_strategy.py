@@ -14,7 +14,6 @@ from hvdlite import api
 from hvdlite.core.process_set import ProcessSet, global_process_set
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
-from hvdlite.training.arguments import shown_without_internal
 from hvdlite.training.mirrored.scopes import LaunchableStrategy, Scopes, parse_reduce_op
 from hvdlite.training.mirrored.shards import CurrentBatch
 from hvdlite.training.mirrored.shares import Shares
@@ -58,21 +57,22 @@ class MirroredStrategy(LaunchableStrategy):
         MismatchError: on all ranks, when they ask for different shares.
     """
 
-    @shown_without_internal
+    _runtime: Runtime | None = None
+    """None: this process's own."""
+
     def __init__(self, devices: int | Sequence[Any] | None = None, *, scale_learning_rate: bool = False,
                  sync_batch_norm: bool = False, backward_passes_per_step: int = 1,
                  compression: type[Compressor] = Compression.none,
                  shares: str | Sequence[float] | Mapping[str, float] | None = None,
-                 max_rows: int | Sequence[int] | None = None, process_set: ProcessSet = global_process_set,
-                 _runtime: Runtime | None = None) -> None:
-        if _runtime is None and not api.is_initialized():
+                 max_rows: int | Sequence[int] | None = None, process_set: ProcessSet = global_process_set) -> None:
+        if self._runtime is None and not api.is_initialized():
             api.init()
         super().__init__(devices)
         self._settings: dict[str, Any] = {
             "scale_learning_rate": scale_learning_rate, "sync_batch_norm": sync_batch_norm,
             "backward_passes_per_step": backward_passes_per_step, "compression": compression, "shares": shares,
             "max_rows": max_rows}
-        self._replicas = TorchReplicaGroup(_runtime or api.runtime(), api.set_id(process_set))
+        self._replicas = TorchReplicaGroup(self._runtime or api.runtime(), api.set_id(process_set))
         self._shares = Shares(self._replicas, shares, max_rows)
         self._registry = ScopeRegistry(
             self._replicas, process_set, learning_rate_factor=self._replicas.size if scale_learning_rate else 1,
@@ -114,7 +114,13 @@ class MirroredStrategy(LaunchableStrategy):
             yield self
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Return `fn(*args, **kwargs)`, after mirroring if that is due; all ranks call this together."""
+        """Return `fn(*args, **kwargs)`, after mirroring if that is due; all ranks call this together.
+
+        Args:
+            fn: a function of one step.
+            args: its arguments.
+            kwargs: likewise.
+        """
         self._registry.schedule.agree()
         self._registry.mirror_if_due()
         return fn(*args, **(kwargs or {}))
@@ -180,6 +186,7 @@ class MirroredStrategy(LaunchableStrategy):
 
         Args:
             value: a tensor, or a structure (dict, list, tuple) of them; lengths may differ between replicas along the axis.
+            axis: the dimension.
 
         Raises:
             ValueError: for a scalar.

@@ -34,7 +34,8 @@ from hvdlite_torch.compression import Compressor
 from hvdlite_torch.gradients.owners import owners
 from hvdlite_torch.gradients.weights import GradientWeight
 from hvdlite_torch.mirrored.scoped_optimizer import ScopedOptimizer
-from hvdlite_torch.optimizer import Distributed, DistributedOptimizer, is_distributed
+from hvdlite_torch.optimizer import Distributed, is_distributed
+from hvdlite_torch.optimizer.distributed_optimizer import wrap_optimizer
 from hvdlite_torch.sync_batch_norm import SyncBatchNorm
 
 
@@ -141,10 +142,9 @@ class ScopeRegistry:
             self.scale([optimizer.defaults])
         optimizer_id = self._optimizers.count
         optimizer._scope, optimizer._optimizer_id = self, optimizer_id  # type: ignore[attr-defined]
-        DistributedOptimizer(optimizer, list(zip(names, parameters, strict=True)), compression=self._compression,
-                             backward_passes_per_step=self._passes, process_set=self._process_set,
-                             _runtime=self._replicas.runtime, _label=f"{self._replicas.label}.{optimizer_id}",
-                             _kind=ScopedOptimizer)
+        wrap_optimizer(optimizer, list(zip(names, parameters, strict=True)), self._compression, self._passes,
+                       process_set=self._process_set, runtime=self._replicas.runtime,
+                       label=f"{self._replicas.label}.{optimizer_id}", kind=ScopedOptimizer)
         self._optimizers.add(f"optimizer{optimizer_id}", optimizer)
         self._replicas.broadcast_tensors([each.detach() for each in parameters if not is_lazy(each)], "parameters")
         self.schedule.due = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -155,7 +155,14 @@ class Distributed(DistributedBase):
             self._watch(parameter)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change how many backward passes are accumulated before each reduction."""
+        """Change how many backward passes are accumulated before each reduction.
+
+        Args:
+            passes: at least 1.
+
+        Raises:
+            ValueError: for less.
+        """
         check_passes(passes)
         self._settings.passes = passes
         if self._is_attached:
@@ -220,10 +227,6 @@ class Distributed(DistributedBase):
 
     _stages_before: tuple[Stage, ...] = (DistributedBase._take_part, DistributedBase._compare_once, _finish_gradients)
     _stages_after: tuple[Stage, ...] = (_end_step, DistributedBase._check_replicas)
-
-
-class WrappedOptimizer(Distributed, torch.optim.Optimizer, Any if TYPE_CHECKING else object):  # type: ignore[misc]
-    """For type checkers: the class of wrapped optimizers, which also is that of the user's (`Any`)."""
 
 
 def _final_closure(closure: Closure, optimizer: Distributed) -> Closure:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -20,20 +20,22 @@ from hvdlite.training.arguments import (
     chosen_groups,
     factors,
     group_ids,
-    shown_without_internal,
 )
 from hvdlite.training.outer.settings import DiLoCo, check_outer
 from hvdlite_torch.comm_hooks.exchange import CommHook, check_hook
 from hvdlite_torch.compression import Compression, Compressor
 from hvdlite_torch.optimizer.adasum import DistributedAdasum, check_whole_job
 from hvdlite_torch.optimizer.base import DistributedBase, is_distributed
-from hvdlite_torch.optimizer.distributed import Distributed, WrappedOptimizer, numbered
+from hvdlite_torch.optimizer.distributed import Distributed, numbered
 from hvdlite_torch.optimizer.outer import WithOuter
 from hvdlite_torch.optimizer.reduction import ReductionSettings, chosen_wait
 from hvdlite_torch.optimizer.sharded import Sharded, check_sharded
 
 
-@shown_without_internal
+class WrappedOptimizer(Sharded, WithOuter, torch.optim.Optimizer, Any if TYPE_CHECKING else object):  # type: ignore[misc]
+    """For type checkers: the class of wrapped optimizers, with the methods of all kinds, and of the user's class (`Any`)."""
+
+
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
@@ -49,9 +51,6 @@ def DistributedOptimizer(
     wait_in: str | None = None,
     sharded: bool = False,
     outer: DiLoCo | None = None,
-    _runtime: Runtime | None = None,
-    _label: str | None = None,
-    _kind: type[Distributed] | None = None,
 ) -> WrappedOptimizer:
     """Make `optimizer` average its gradients over all ranks; returns the same object.
 
@@ -76,6 +75,7 @@ def DistributedOptimizer(
     other optimizers that do, return `hvd.allreduce(loss)` from the closure.
 
     Args:
+        optimizer: an optimizer of torch, or of a subclass.
         named_parameters: names for messages and matching; `model.named_parameters()`. Default: numbered.
         compression: `Compression.none`, `.fp16` or `.bf16`: dtype on the wire for float32 and float64 gradients.
         backward_passes_per_step: gradients accumulated (summed) locally before each reduction.
@@ -102,7 +102,40 @@ def DistributedOptimizer(
         NotImplementedError: for Adasum on some of the ranks.
         NotInitializedError: before `init()`.
     """
-    runtime = _runtime if _runtime is not None else api.attached_runtime()
+    made = wrap_optimizer(optimizer, named_parameters, compression, backward_passes_per_step, op, gradient_predivide_factor,
+                          num_groups, groups, sparse_as_dense, process_set, comm_hook, wait_in, sharded, outer,
+                          runtime=api.attached_runtime())
+    api.follow(made)
+    return made
+
+
+def wrap_optimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp = ReduceOp.AVERAGE,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: object = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+    comm_hook: CommHook | None = None,
+    wait_in: str | None = None,
+    sharded: bool = False,
+    outer: DiLoCo | None = None,
+    *,
+    runtime: Runtime | None,
+    label: str | None = None,
+    kind: type[DistributedBase] = Distributed,
+) -> WrappedOptimizer:
+    """Like `DistributedOptimizer`, on one runtime: the optimizer follows its process into no other world.
+
+    Args:
+        runtime: that of this world; None where there is none yet.
+        label: of the gradient set. Default: numbered.
+        kind: the class that is mixed in, unless other arguments decide it.
+    """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError(f"DistributedOptimizer takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
     if is_distributed(optimizer):
@@ -124,7 +157,6 @@ def DistributedOptimizer(
     waiting = chosen_wait(wait_in)
     if runtime is not None:
         api.set_id(process_set)  # raises before anything is changed
-    kind: type[DistributedBase] = _kind or Distributed
     if sharded:
         check_sharded(optimizer, op)
         kind = Sharded
@@ -145,9 +177,7 @@ def DistributedOptimizer(
         names, ids, op, prescale, postscale, compression, backward_passes_per_step, sparse_as_dense, process_set,
         waiting, comm_hook, unseen_sparse_dims, outer))
     if runtime is not None:
-        made._attach(runtime, _label)
-    if _runtime is None:
-        api.follow(made)
+        made._attach(runtime, label)
     return cast("WrappedOptimizer", optimizer)
 
 

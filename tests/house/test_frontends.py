@@ -54,5 +54,5 @@ def test_signatures_show_no_internal_arguments_and_a_wrapped_optimizer_has_its_m
         names = list(inspect.signature(shown).parameters)
         assert len(names) > 5 and not any(name.startswith("_") for name in names)
     wrapped = typing.get_type_hints(hvd.DistributedOptimizer, vars(distributed_optimizer))["return"]
-    for method in ("synchronize", "no_sync", "set_weight", "step", "zero_grad"):
+    for method in ("synchronize", "no_sync", "set_weight", "step", "consolidate_state_dict", "synchronize_outer"):
         assert method in dir(wrapped)

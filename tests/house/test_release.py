@@ -72,13 +72,17 @@ def test_links_of_the_readme_lead_somewhere_on_the_package_index(release: Module
                           cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
     version, repository, text = told.split("\n", 2)
     fields = "Author: a\nProject-URL: b\nSummary: c\nRequires-Python: d\n\n"
-    assert int(release.check_description(fields + text).split()[0]) > 30
+    assert int(release.check_description(fields + text, rehearse=True).split()[0]) > 30
+    installed = re.search(r"^pip install 'hvdlite\[torch\]( @ git\+(\S+))?'", text, re.MULTILINE)
+    assert installed and installed[2] in (None, repository), "README.md installs from where the project is"
+    with pytest.raises(release.Failure, match=r"installs from the repository"):
+        release.check_description(fields + "git+https://host/hvdlite", rehearse=False)
     links = re.findall(rf"\]\({re.escape(repository)}/blob/v{re.escape(version)}/([^)#]+)", text)
     assert len(links) > 30 and all((ROOT / link).exists() for link in links)
     with pytest.raises(release.Failure, match=r"lead nowhere on the package index: \['docs/start\.md'\]"):
-        release.check_description(fields + "[start](docs/start.md)")
+        release.check_description(fields + "[start](docs/start.md)", rehearse=False)
     with pytest.raises(release.Failure, match=r"lacks \['Author', 'Project-URL'\]"):
-        release.check_description("Summary: c\nRequires-Python: d\n\n")
+        release.check_description("Summary: c\nRequires-Python: d\n\n", rehearse=False)
     setup = (ROOT / "setup.py").read_text(encoding="utf-8")
     assert setup.count(repository) == 1, "the address stands in one place"
 

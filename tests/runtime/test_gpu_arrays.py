@@ -26,8 +26,9 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpus]:
     made, current = install_gpus(monkeypatch), threading.local()
     somewhere = GpuDouble()
     monkeypatch.setitem(sys.modules, "cupy", somewhere.cupy)
-    monkeypatch.setattr(hvdlite.ops, "runtime", lambda: current.runtime)
-    monkeypatch.setattr(hvdlite.ops, "rank", lambda: current.runtime.world.rank)
+    for module in (hvdlite.ops, hvdlite.transfers):
+        monkeypatch.setattr(module, "runtime", lambda: current.runtime)
+    monkeypatch.setattr(hvdlite.transfers, "rank", lambda: current.runtime.world.rank)
     monkeypatch.setattr(api.worlds(), "current", lambda: current.runtime)
     made.current = current  # type: ignore[attr-defined]
     yield made

@@ -10,6 +10,7 @@ import pytest
 from hvdlite.core.errors import MismatchError, PeerLeftError
 from hvdlite.core.types import ReduceOp
 from hvdlite.runtime.runtime import Runtime
+from hvdlite_torch.optimizer.distributed_optimizer import wrap_optimizer
 from tests.runtime.programs import join as programs
 from tests.worlds import HANGS_SECONDS, TORCH, Processes, processes, threads
 
@@ -115,13 +116,12 @@ def test_an_optimizer_on_uneven_data(size: int) -> None:
 
 def test_an_optimizer_that_is_made_after_a_join() -> None:
     torch = pytest.importorskip("torch")
-    from hvdlite_torch import DistributedOptimizer
     from tests.torch.models import by_bucket
 
     def step(runtime: Runtime) -> None:
         runtime.join().wait()
         parameter = torch.nn.Parameter(torch.zeros(50))
-        optimizer = DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD([parameter], lr=1.0), runtime=runtime)
         seen = []
         for _ in range(5):
             optimizer.zero_grad()
@@ -137,14 +137,13 @@ def test_an_optimizer_that_is_made_after_a_join() -> None:
 def test_gradients_around_joins(to_none: bool) -> None:
     """Learned buckets are suspended and used again in the same memory, while gradients of before still lie there."""
     torch = pytest.importorskip("torch")
-    from hvdlite_torch import DistributedOptimizer
     from tests.torch.models import by_bucket
     size = 3
 
     def step(runtime: Runtime) -> None:
         rank = runtime.world.rank
         always, sometimes = (torch.nn.Parameter(torch.ones(50)) for _ in range(2))
-        optimizer = DistributedOptimizer(torch.optim.SGD([always, sometimes], lr=1e-3), _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD([always, sometimes], lr=1e-3), runtime=runtime)
         batches = [6, 8, 7]
         for epoch in range(4):
             for batch in range(batches[rank]):

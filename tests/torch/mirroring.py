@@ -56,6 +56,13 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+def strategy_on(runtime: Runtime, *arguments: Any, **named: Any) -> MirroredStrategy:
+    """Return a strategy on the runtime of a rank that is a thread of this process."""
+    kind = type(MirroredStrategy.__name__, (MirroredStrategy,), {"_runtime": runtime})
+    strategy: MirroredStrategy = kind(*arguments, **named)
+    return strategy
+
+
 def registry_of(strategy: MirroredStrategy) -> Any:
     """Return what a strategy remembers of its scope, which users do not see: it holds only what is alive."""
     return strategy._registry
@@ -86,7 +93,7 @@ def equal_one_process(case: Callable[[MirroredStrategy | None, Any], Any], size:
     expected = case(None, contextlib.nullcontext)
 
     def step(runtime: Runtime) -> Any:
-        strategy = MirroredStrategy(_runtime=runtime)
+        strategy = strategy_on(runtime)
         return case(strategy, strategy.scope)
     results = threads(size, step, **config)
     for ours in results:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hvdlite.runtime.runtime import Runtime
-from hvdlite_torch import DistributedOptimizer
+from hvdlite_torch.optimizer.distributed_optimizer import wrap_optimizer
 
 
 def net() -> Any:
@@ -72,8 +72,8 @@ def settle(runtime: Runtime, model: Any, optimizer: Any) -> None:
 
 
 def wrapped(runtime: Runtime, model: Any, **options: Any) -> Any:
-    return DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), model.named_parameters(),
-                                _runtime=runtime, **options)
+    return wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), model.named_parameters(),
+                          runtime=runtime, **options)
 
 
 def losses(runtime: Runtime, model: Any, optimizer: Any, steps: range) -> Iterator[Any]:

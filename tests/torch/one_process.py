@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hvdlite.runtime.runtime import Runtime
+from hvdlite_torch.optimizer.distributed_optimizer import wrap_optimizer
 from tests.torch.models import net
 from tests.worlds import threads
 
@@ -58,12 +59,11 @@ def compare(scripts: Sequence[Script], options: Callable[[int], dict[str, Any]] 
         options: what a rank gives `DistributedOptimizer`.
         tolerance: relative and absolute, to the parameters of one process.
     """
-    from hvdlite_torch import DistributedOptimizer
 
     def step(runtime: Runtime) -> list[list[torch.Tensor]]:
         rank, found = runtime.world.rank, []
         for script in scripts:
-            case = Case(rank, lambda plain: DistributedOptimizer(plain, _runtime=runtime, **options(rank)))
+            case = Case(rank, lambda plain: wrap_optimizer(plain, runtime=runtime, **options(rank)))
             script(case)
             runtime.barrier("between scripts").wait()
             found.append([parameter.detach().clone() for parameter in case.model.parameters()])

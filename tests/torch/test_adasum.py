@@ -13,7 +13,8 @@ torch = pytest.importorskip("torch")
 from hvdlite.core.errors import MismatchError  # noqa: E402
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite_torch import Compression, DistributedOptimizer, comm_hooks  # noqa: E402
+from hvdlite_torch import Compression, comm_hooks  # noqa: E402
+from hvdlite_torch.optimizer.distributed_optimizer import wrap_optimizer  # noqa: E402
 from tests.torch.models import net, weights  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
@@ -230,7 +231,7 @@ def together(case: Case, runtime: Runtime, **arguments: Any) -> list[Any]:
     model = case.model()
     replica = Replica(runtime.world.rank, model, case.optimizer(model))
     case.before_wrapping(replica)
-    assert DistributedOptimizer(replica.optimizer, op=ReduceOp.ADASUM, _runtime=runtime, **arguments) is replica.optimizer
+    assert wrap_optimizer(replica.optimizer, op=ReduceOp.ADASUM, runtime=runtime, **arguments) is replica.optimizer
     for number in range(case.steps):
         case.train(replica, number)
     return weights(model)
@@ -288,7 +289,7 @@ def test_hooks_run_once_and_see_the_combined_parameters() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         seen: list[Any] = []
         optimizer.register_step_post_hook(lambda *_: seen.append(weights(model)))
-        DistributedOptimizer(optimizer, op=ReduceOp.ADASUM, _runtime=runtime)
+        wrap_optimizer(optimizer, op=ReduceOp.ADASUM, runtime=runtime)
         optimizer.register_step_post_hook(lambda *_: seen.append(weights(model)))
         if runtime.world.rank:
             optimizer.load_state_dict(optimizer.state_dict())
@@ -305,7 +306,7 @@ def test_gradients_of_a_skipped_step_stay() -> None:
     """As without Adasum; also where the step raises after they were hidden."""
     def step(runtime: Runtime) -> None:
         model = net()
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), op=ReduceOp.ADASUM, _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), op=ReduceOp.ADASUM, runtime=runtime)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         scaler.scale(model(inputs(0, 0)).sum() * (float("inf") if runtime.world.rank else 1)).backward()
         scaler.step(optimizer)
@@ -325,7 +326,7 @@ def test_gradients_of_a_skipped_step_stay() -> None:
 def test_a_reduction_that_fails_leaves_the_parameters() -> None:
     def step(runtime: Runtime) -> None:
         model = net()
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), op=ReduceOp.ADASUM, _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), op=ReduceOp.ADASUM, runtime=runtime)
         replica = Replica(runtime.world.rank, model, optimizer)
         Case().train(replica, 0)
         model[0].bias.requires_grad_(runtime.world.rank == 0)
@@ -350,7 +351,7 @@ class Widened:
 def test_ranks_that_join_early_take_what_the_last_one_has() -> None:
     def step(runtime: Runtime) -> Any:
         model = seeded(torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4)))
-        optimizer = DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.1), op=ReduceOp.ADASUM, _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.Adam(model.parameters(), lr=0.1), op=ReduceOp.ADASUM, runtime=runtime)
         with optimizer.join(model) as joined:
             for number in range(3 + runtime.world.rank):
                 Case().train(Replica(runtime.world.rank, model, optimizer), number)
@@ -364,7 +365,7 @@ def test_ranks_that_join_early_take_what_the_last_one_has() -> None:
 def test_what_has_no_meaning_here() -> None:
     def step(runtime: Runtime) -> None:
         plain: Any = torch.optim.SGD(net().parameters(), lr=0.1)
-        optimizer = DistributedOptimizer(plain, op=ReduceOp.ADASUM, _runtime=runtime)
+        optimizer = wrap_optimizer(plain, op=ReduceOp.ADASUM, runtime=runtime)
         with pytest.raises(AssertionError, match="skip_synchronize"), optimizer.skip_synchronize():
             pass
         with optimizer.no_sync():
@@ -373,6 +374,6 @@ def test_what_has_no_meaning_here() -> None:
             optimizer.set_backward_passes_per_step(0)
         optimizer.set_backward_passes_per_step(2)
         with pytest.raises(ValueError, match="comm_hook decides"):
-            DistributedOptimizer(torch.optim.SGD(net().parameters(), lr=0.1), op=ReduceOp.ADASUM, _runtime=runtime,
-                                 comm_hook=comm_hooks.PowerSGD())
+            wrap_optimizer(torch.optim.SGD(net().parameters(), lr=0.1), op=ReduceOp.ADASUM, runtime=runtime,
+                           comm_hook=comm_hooks.PowerSGD())
     threads(2, step)

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite_torch import DistributedOptimizer  # noqa: E402
+from hvdlite_torch.optimizer.distributed_optimizer import wrap_optimizer  # noqa: E402
 from tests.torch.models import OPTIMIZERS, batches, net, share, train, weights  # noqa: E402
 from tests.torch.programs import beside_torch as programs  # noqa: E402
 from tests.worlds import TORCH, processes, threads  # noqa: E402
@@ -19,7 +19,7 @@ from tests.worlds import TORCH, processes, threads  # noqa: E402
 def test_ranks_with_fewer_batches_join_and_end_up_equal(kind: str) -> None:
     def step(runtime: Runtime) -> list[Any]:
         model = net()
-        optimizer = DistributedOptimizer(OPTIMIZERS[kind](model.parameters()), model.named_parameters(), _runtime=runtime)
+        optimizer = wrap_optimizer(OPTIMIZERS[kind](model.parameters()), model.named_parameters(), runtime=runtime)
         data = list(batches(3 + 4 * runtime.world.rank, 1))
         for _ in range(2):  # epochs
             with optimizer.join():
@@ -41,7 +41,7 @@ def test_compiled_models_and_steps_train_like_plain_ones() -> None:
 def test_the_profiler_shows_where_gradients_are_waited_for() -> None:
     def step(runtime: Runtime) -> None:
         model = net()
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), runtime=runtime)
         data = list(batches(2, 2))
         if runtime.world.rank == 0:
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -75,7 +75,7 @@ def test_lbfgs_steps_with_reduced_gradients() -> None:
 
     def step(runtime: Runtime) -> list[Any]:
         model = net()
-        wrapped = DistributedOptimizer(make(model), model.named_parameters(), _runtime=runtime)
+        wrapped = wrap_optimizer(make(model), model.named_parameters(), runtime=runtime)
         return fit(wrapped, model, share(x, runtime), share(y, runtime))
     for found in threads(2, step):
         for mine, theirs in zip(found, expected, strict=True):
@@ -88,10 +88,10 @@ def test_autocast_scaler_and_scheduler(wraps_first: bool) -> None:
         model = net()
         optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
         if wraps_first:
-            optimizer = DistributedOptimizer(optimizer, model.named_parameters(), _runtime=runtime)
+            optimizer = wrap_optimizer(optimizer, model.named_parameters(), runtime=runtime)
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=6)
         if not wraps_first:
-            optimizer = DistributedOptimizer(optimizer, model.named_parameters(), _runtime=runtime)
+            optimizer = wrap_optimizer(optimizer, model.named_parameters(), runtime=runtime)
         scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
         for turn, (x, y) in enumerate(batches(5, 2)):
             optimizer.zero_grad()
@@ -179,8 +179,8 @@ def test_tied_frozen_unused_accumulated_clipped_and_autocast(kind: str, half: bo
 
     def step(runtime: Runtime) -> list[Any]:
         model = Tied()
-        wrapped = DistributedOptimizer(KINDS[kind](model.parameters()), model.named_parameters(),
-                                       backward_passes_per_step=passes, _runtime=runtime)
+        wrapped = wrap_optimizer(KINDS[kind](model.parameters()), model.named_parameters(),
+                                 backward_passes_per_step=passes, runtime=runtime)
         found = run(wrapped, model, [runtime.world.rank])
         assert model.unused.weight.grad is None and model.out.weight is model.table.weight
         return found

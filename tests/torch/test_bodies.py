@@ -12,8 +12,9 @@ torch = pytest.importorskip("torch")
 
 from hvdlite import api  # noqa: E402
 from hvdlite.core.types import ReduceOp  # noqa: E402
-from hvdlite_torch import DistributedOptimizer, comm_hooks  # noqa: E402
+from hvdlite_torch import comm_hooks  # noqa: E402
 from hvdlite_torch.elastic import StateHandler, TorchState  # noqa: E402
+from hvdlite_torch.optimizer.distributed_optimizer import wrap_optimizer  # noqa: E402
 from tests.elastic_jobs import ElasticJob  # noqa: E402
 from tests.torch.elastic_training import Training  # noqa: E402
 from tests.torch.models import net  # noqa: E402
@@ -136,7 +137,7 @@ def test_steps_are_counted_before_parameters_change(case: str) -> None:
         model = net()
         hook = options.get("comm_hook")
         given = {**options, **({"comm_hook": hook(runtime) if hook is FailsOnRank1 else hook()} if hook else {})}
-        optimizer = DistributedOptimizer(make(model), _runtime=runtime, **given)
+        optimizer = wrap_optimizer(make(model), runtime=runtime, **given)
 
         def closure() -> Any:
             optimizer.zero_grad()

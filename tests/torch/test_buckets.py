@@ -15,8 +15,9 @@ from hvdlite.core.errors import MismatchError  # noqa: E402
 from hvdlite.memory import futex  # noqa: E402
 from hvdlite.planes.base import FusionBuffer, Plane  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite_torch import Compression, DistributedOptimizer  # noqa: E402
+from hvdlite_torch import Compression  # noqa: E402
 from hvdlite_torch.arrays import cuda  # noqa: E402
+from hvdlite_torch.optimizer.distributed_optimizer import wrap_optimizer  # noqa: E402
 from tests.torch.models import by_bucket, net, reducer_of, settle, train, weights, wrapped  # noqa: E402
 from tests.torch.programs import buckets as programs  # noqa: E402
 from tests.worlds import HANGS_SECONDS, TORCH, processes, threads  # noqa: E402
@@ -138,8 +139,8 @@ def test_a_member_that_was_sparse_once_leaves_the_others_in_their_buckets() -> N
     def step(runtime: Runtime) -> int:
         torch.manual_seed(runtime.world.rank)
         embedding, model = torch.nn.Embedding(20, 6, sparse=True), net()
-        optimizer = DistributedOptimizer(torch.optim.SGD([*embedding.parameters(), *model.parameters()], lr=0.05),
-                                         _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD([*embedding.parameters(), *model.parameters()], lr=0.05),
+                                   runtime=runtime)
         flags = []
         for turn in range(100):
             optimizer.zero_grad()
@@ -194,7 +195,7 @@ def test_a_broken_bucket_keeps_what_it_held() -> None:
     """One member changes after others of its bucket were filled: they are reduced by themselves, with the right values."""
     def step(runtime: Runtime) -> None:
         parameters = [torch.nn.Parameter(torch.zeros(10)) for _ in range(3)]
-        optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=0.0), _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD(parameters, lr=0.0), runtime=runtime)
         for turn in range(6):
             optimizer.zero_grad()
             for index, parameter in enumerate(parameters):
@@ -211,7 +212,7 @@ def test_a_broken_bucket_keeps_what_it_held() -> None:
 def test_hooks_from_two_threads() -> None:
     def step(runtime: Runtime) -> None:
         parameters = [torch.nn.Parameter(torch.zeros(64 if index % 2 else 8000)) for index in range(200)]
-        optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=0.0), _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD(parameters, lr=0.0), runtime=runtime)
         for turn in range(20):
             optimizer.zero_grad()
             for index, parameter in enumerate(parameters):
@@ -239,7 +240,7 @@ def test_channels_last_gradients_are_views_with_the_parameters_strides() -> None
         reference = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
         model.load_state_dict(start)
         reference.load_state_dict(start)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), runtime=runtime)
         for _ in range(4):
             optimizer.zero_grad()
             model(x).square().sum().backward()
@@ -257,7 +258,7 @@ def test_memory_formats_that_differ_between_ranks_work_all_the_same() -> None:
         model.load_state_dict(start)
         if runtime.world.rank == 1:
             model.to(memory_format=torch.channels_last)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), runtime=runtime)
         for turn in range(5):
             optimizer.zero_grad()
             model(torch.full((1, 3, 5, 5), float(turn + runtime.world.rank))).square().sum().backward()

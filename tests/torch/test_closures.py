@@ -12,7 +12,8 @@ torch = pytest.importorskip("torch")
 
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite.training.gradients.errors import GradientOrderError  # noqa: E402
-from hvdlite_torch import DistributedOptimizer, comm_hooks  # noqa: E402
+from hvdlite_torch import comm_hooks  # noqa: E402
+from hvdlite_torch.optimizer.distributed_optimizer import wrap_optimizer  # noqa: E402
 from tests.torch.models import net  # noqa: E402
 from tests.torch.one_process import Case, compare  # noqa: E402
 from tests.worlds import threads  # noqa: E402
@@ -112,7 +113,7 @@ def test_closures_end_with_final_gradients_on_every_rank(options: str) -> None:
 def test_a_later_call_that_accumulates_on_one_rank_and_does_nothing_on_another_is_an_error_on_both(turns: int) -> None:
     def step(runtime: Runtime) -> None:
         model = net()
-        optimizer = DistributedOptimizer(Twice(model.parameters(), lr=0.1), _runtime=runtime)
+        optimizer = wrap_optimizer(Twice(model.parameters(), lr=0.1), runtime=runtime)
         calls: list[int] = []
 
         def closure() -> None:
@@ -133,7 +134,7 @@ def test_a_later_call_that_accumulates_on_one_rank_and_does_nothing_on_another_i
 def test_after_a_later_call_that_raised_rounds_raise_their_own_errors() -> None:
     def step(runtime: Runtime) -> None:
         model = net()
-        optimizer = DistributedOptimizer(Twice(model.parameters(), lr=0.1), _runtime=runtime)
+        optimizer = wrap_optimizer(Twice(model.parameters(), lr=0.1), runtime=runtime)
         calls: list[int] = []
 
         def closure() -> None:
@@ -161,7 +162,7 @@ def test_a_later_call_raises_the_error_of_each_of_its_rounds(passes: int) -> Non
     """Rank 1 alone clears a gradient that rank 0 computes again, in the first of its passes."""
     def step(runtime: Runtime) -> None:
         model = net()
-        optimizer = DistributedOptimizer(Twice(model.parameters(), lr=0.1), _runtime=runtime)
+        optimizer = wrap_optimizer(Twice(model.parameters(), lr=0.1), runtime=runtime)
         first, *_, last = model.parameters()
         calls: list[int] = []
 

@@ -11,7 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite_torch import DistributedOptimizer, comm_hooks  # noqa: E402
+from hvdlite_torch import comm_hooks  # noqa: E402
+from hvdlite_torch.optimizer.distributed_optimizer import wrap_optimizer  # noqa: E402
 from tests.torch.models import losses, net, weights  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
@@ -101,8 +102,8 @@ def test_errors_follow_the_loss_scale() -> None:
         for scales in ([1.0] * 6, [1024.0, 1024.0, 2.0, 0.5, 64.0, 64.0]):
             scale = Scaled(scales)
             model = net()
-            optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime,
-                                             comm_hook=powersgd(loss_scale=scale))
+            optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), runtime=runtime,
+                                       comm_hook=powersgd(loss_scale=scale))
             for loss in losses(runtime, model, optimizer, range(6)):
                 (loss * scale.next()).backward()
                 for parameter in model.parameters():
@@ -123,7 +124,7 @@ def test_training_goes_on_after_an_infinity() -> None:
             scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
             hook = powersgd(loss_scale=scaler.get_scale)
             model = net()
-            optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime, comm_hook=hook)
+            optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), runtime=runtime, comm_hook=hook)
             for turn, loss in enumerate(losses(runtime, model, optimizer, range(8))):
                 is_bad = turn == 4
                 if is_bad and not has_infinity:
@@ -167,8 +168,8 @@ def test_models_of_every_dtype_train() -> None:
         for dtype in (torch.float16, torch.bfloat16):
             for make in (powersgd, comm_hooks.AllReduce):
                 model = net().to(dtype)
-                optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime,
-                                                 comm_hook=make())
+                optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), runtime=runtime,
+                                           comm_hook=make())
                 for loss in losses(runtime, model, optimizer, range(4)):
                     loss.backward()
                     optimizer.step()
@@ -180,7 +181,7 @@ def test_models_of_every_dtype_train() -> None:
 def test_complex_gradients_keep_both_parts(make: Callable[[], Any]) -> None:
     def step(runtime: Runtime) -> None:
         weight = torch.nn.Parameter(torch.ones(3, 5, dtype=torch.complex64))
-        optimizer = DistributedOptimizer(torch.optim.SGD([weight], lr=0.1), _runtime=runtime, comm_hook=make())
+        optimizer = wrap_optimizer(torch.optim.SGD([weight], lr=0.1), runtime=runtime, comm_hook=make())
         for _ in range(4):
             optimizer.zero_grad()
             (weight * (1 + 2j * (1 + runtime.world.rank))).imag.sum().backward()
@@ -195,8 +196,8 @@ def test_errors_belong_to_their_parameter() -> None:
         targets = torch.randn(2, 8, 6, generator=generator)
         own = targets + (runtime.world.rank - 0.5) * torch.randn(8, 6, generator=generator)
         parameters = [torch.nn.Parameter(torch.zeros(8, 6)) for _ in range(2)]
-        optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=1 / turns), comm_hook=powersgd(start_iter=0),
-                                         _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD(parameters, lr=1 / turns), comm_hook=powersgd(start_iter=0),
+                                   runtime=runtime)
         for turn in range(2 * turns):
             optimizer.zero_grad()
             (parameters[turn % 2] * own[turn % 2]).sum().backward()
@@ -211,7 +212,7 @@ def test_a_checkpoint_carries_the_hook() -> None:
     def step(runtime: Runtime) -> None:
         def made(state: Any = None, hook_state: Any = None) -> Any:
             model, hook = net(), powersgd()
-            optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime, comm_hook=hook)
+            optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), runtime=runtime, comm_hook=hook)
             if state is not None:
                 model.load_state_dict(state)
                 hook.load_state_dict(hook_state)

@@ -12,7 +12,8 @@ torch = pytest.importorskip("torch")
 from hvdlite.core.errors import MismatchError  # noqa: E402
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite_torch import Compression, DistributedOptimizer, comm_hooks  # noqa: E402
+from hvdlite_torch import Compression, comm_hooks  # noqa: E402
+from hvdlite_torch.optimizer.distributed_optimizer import wrap_optimizer  # noqa: E402
 from tests.torch.models import OPTIMIZERS, batches, losses, net, share, train, weights  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
@@ -34,8 +35,8 @@ def test_nothing_is_lost_where_nothing_has_to_be(kind: str, size: int) -> None:
 
     def step(runtime: Runtime) -> list[Any]:
         model = net()
-        wrapped = DistributedOptimizer(OPTIMIZERS["adam"](model.parameters()), model.named_parameters(),
-                                       comm_hook=EXACT[kind](), _runtime=runtime)
+        wrapped = wrap_optimizer(OPTIMIZERS["adam"](model.parameters()), model.named_parameters(),
+                                 comm_hook=EXACT[kind](), runtime=runtime)
         for x, y in data:
             train(wrapped, model, share(x, runtime), share(y, runtime), clip=True)
         return weights(model)
@@ -47,9 +48,9 @@ def test_nothing_is_lost_where_nothing_has_to_be(kind: str, size: int) -> None:
 def test_training_converges_and_replicas_stay_equal() -> None:
     def step(runtime: Runtime) -> tuple[list[Any], float, float]:
         model = net()
-        wrapped = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), model.named_parameters(),
-                                       comm_hook=comm_hooks.PowerSGD(1, start_iter=2, min_compression_rate=1.0),
-                                       _runtime=runtime)
+        wrapped = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.05), model.named_parameters(),
+                                 comm_hook=comm_hooks.PowerSGD(1, start_iter=2, min_compression_rate=1.0),
+                                 runtime=runtime)
         generator = torch.Generator().manual_seed(runtime.world.rank)
         truth = torch.linspace(-1, 1, 18).reshape(6, 3)
         losses = []
@@ -71,8 +72,8 @@ def test_other_members_on_another_rank_are_told() -> None:
     def step(runtime: Runtime) -> None:
         first, second = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
         (first, second)[runtime.world.rank].requires_grad_(False)
-        optimizer = DistributedOptimizer(torch.optim.SGD([first, second], lr=0.1), comm_hook=comm_hooks.AllReduce(),
-                                         _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD([first, second], lr=0.1), comm_hook=comm_hooks.AllReduce(),
+                                   runtime=runtime)
         with pytest.raises(MismatchError, match=r"disagree about the members of 'torch.optimizer.0'.*same parameters"):
             (first + second).sum().backward()
         del optimizer
@@ -82,8 +83,8 @@ def test_other_members_on_another_rank_are_told() -> None:
 def test_other_shapes_on_another_rank_are_told() -> None:
     def step(runtime: Runtime) -> None:
         first, second = (torch.nn.Parameter(torch.ones(size)) for size in ((4, 6), (6, 4))[runtime.world.rank])
-        optimizer = DistributedOptimizer(torch.optim.SGD([first, second], lr=0.1), comm_hook=comm_hooks.AllReduce(),
-                                         _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD([first, second], lr=0.1), comm_hook=comm_hooks.AllReduce(),
+                                   runtime=runtime)
         with pytest.raises(MismatchError, match=r"disagree about the members of 'torch.optimizer.0'.*of the same shapes"):
             (first.sum() + second.sum()).backward()
         del optimizer
@@ -94,8 +95,8 @@ def test_gradients_that_are_missing_or_accumulated() -> None:
     def step(runtime: Runtime) -> None:
         rank = runtime.world.rank
         used, elsewhere, nowhere = (torch.nn.Parameter(torch.ones(3)) for _ in range(3))
-        optimizer = DistributedOptimizer(torch.optim.SGD([used, elsewhere, nowhere], lr=1.0), backward_passes_per_step=2,
-                                         comm_hook=comm_hooks.AllReduce(), _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD([used, elsewhere, nowhere], lr=1.0), backward_passes_per_step=2,
+                                   comm_hook=comm_hooks.AllReduce(), runtime=runtime)
         for _ in range(2):
             optimizer.zero_grad()
             for _ in range(2):
@@ -111,8 +112,8 @@ def test_gradients_of_another_dtype_that_are_missing_on_a_rank() -> None:
     def step(runtime: Runtime) -> None:
         used, elsewhere = (torch.nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16)) for _ in range(2))
         used.grad_dtype = elsewhere.grad_dtype = torch.float32
-        optimizer = DistributedOptimizer(torch.optim.SGD([used, elsewhere], lr=0.0), _runtime=runtime,
-                                         comm_hook=comm_hooks.PowerSGD(start_iter=2, min_compression_rate=0.0))
+        optimizer = wrap_optimizer(torch.optim.SGD([used, elsewhere], lr=0.0), runtime=runtime,
+                                   comm_hook=comm_hooks.PowerSGD(start_iter=2, min_compression_rate=0.0))
         for _ in range(4):
             optimizer.zero_grad()
             (used.sum() + (elsewhere.sum() if runtime.world.rank else 0)).backward()
@@ -127,16 +128,16 @@ def test_gradients_of_another_dtype_that_are_missing_on_a_rank() -> None:
 def test_a_hook_excludes_what_it_decides_itself(arguments: dict[str, Any]) -> None:
     def step(runtime: Runtime) -> None:
         with pytest.raises(ValueError, match="comm_hook decides itself"):
-            DistributedOptimizer(torch.optim.SGD(net().parameters(), lr=0.1), comm_hook=comm_hooks.AllReduce(),
-                                 _runtime=runtime, **arguments)
+            wrap_optimizer(torch.optim.SGD(net().parameters(), lr=0.1), comm_hook=comm_hooks.AllReduce(),
+                           runtime=runtime, **arguments)
     threads(1, step)
 
 
 def test_ranks_that_joined_early_compress_in_the_same_step() -> None:
     def step(runtime: Runtime) -> list[Any]:
         model = net()
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime,
-                                         comm_hook=comm_hooks.PowerSGD(1, start_iter=4, min_compression_rate=0.0))
+        optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), runtime=runtime,
+                                   comm_hook=comm_hooks.PowerSGD(1, start_iter=4, min_compression_rate=0.0))
         for _ in range(3):
             with optimizer.join():
                 for loss in losses(runtime, model, optimizer, range(1 + runtime.world.rank)):
@@ -156,8 +157,8 @@ def test_the_gradients_that_there_are_change_from_step_to_step(kind: str) -> Non
 
     def step(runtime: Runtime) -> None:
         named = {name: torch.nn.Parameter(torch.ones(3, 3)) for name in "abc"}
-        optimizer = DistributedOptimizer(torch.optim.SGD(named.values(), lr=1.0), named.items(), comm_hook=EXACT[kind](),
-                                         _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD(named.values(), lr=1.0), named.items(), comm_hook=EXACT[kind](),
+                                   runtime=runtime)
         for turn, names in enumerate(turns):
             optimizer.zero_grad()
             if names[runtime.world.rank]:
@@ -185,7 +186,7 @@ def test_a_hook_of_ones_own_has_other_collectives() -> None:
 
     def step(runtime: Runtime) -> None:
         w = torch.nn.Parameter(torch.zeros(4))
-        optimizer = DistributedOptimizer(torch.optim.SGD([w], lr=1.0), [("w", w)], comm_hook=Sparse(), _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD([w], lr=1.0), [("w", w)], comm_hook=Sparse(), runtime=runtime)
         for _ in range(2):
             optimizer.zero_grad()
             (w[:2].sum() if runtime.world.rank else w[1]).backward()
@@ -196,8 +197,8 @@ def test_a_hook_of_ones_own_has_other_collectives() -> None:
 def test_what_is_no_hook_is_refused() -> None:
     def step(runtime: Runtime) -> None:
         def optimizer(hook: Any) -> Any:
-            return DistributedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1), comm_hook=hook,
-                                        _runtime=runtime)
+            return wrap_optimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1), comm_hook=hook,
+                                  runtime=runtime)
         with pytest.raises(ValueError, match=r"reduce\(gradients, exchange\).*DDPHook\(state, function\)"):
             optimizer(lambda state, bucket: None)
         hook = comm_hooks.PowerSGD()

@@ -14,7 +14,8 @@ torch = pytest.importorskip("torch")
 
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite_torch import DistributedOptimizer, MirroredStrategy  # noqa: E402
+from hvdlite_torch.optimizer.distributed_optimizer import wrap_optimizer  # noqa: E402
+from tests.torch.mirroring import strategy_on  # noqa: E402
 from tests.torch.models import batches, net, share, train, weights  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
@@ -25,16 +26,16 @@ def adam(model: Any) -> Any:
 
 def averaged(runtime: Runtime) -> tuple[Any, Any]:
     model = net()
-    return model, DistributedOptimizer(adam(model), model.named_parameters(), _runtime=runtime)
+    return model, wrap_optimizer(adam(model), model.named_parameters(), runtime=runtime)
 
 
 def adaptive(runtime: Runtime) -> tuple[Any, Any]:
     model = net()
-    return model, DistributedOptimizer(adam(model), model.named_parameters(), op=ReduceOp.ADASUM, _runtime=runtime)
+    return model, wrap_optimizer(adam(model), model.named_parameters(), op=ReduceOp.ADASUM, runtime=runtime)
 
 
 def mirrored(runtime: Runtime) -> tuple[Any, Any]:
-    with MirroredStrategy(_runtime=runtime).scope():
+    with strategy_on(runtime).scope():
         model = net()
         return model, adam(model)
 
@@ -124,7 +125,7 @@ def test_a_copy_warns_once_that_it_trains_alone() -> None:
 def test_a_copy_that_is_wrapped_trains_in_step() -> None:
     def step(runtime: Runtime) -> list[Any]:
         model, other = copy.deepcopy(averaged(runtime))
-        DistributedOptimizer(other, model.named_parameters(), _runtime=runtime)
+        wrap_optimizer(other, model.named_parameters(), runtime=runtime)
         return on_next_batch(other, model, runtime.world.rank)
     one, other = threads(2, step)
     assert all(map(torch.equal, one, other))

@@ -11,7 +11,8 @@ torch = pytest.importorskip("torch")
 from hvdlite import api  # noqa: E402
 from hvdlite.core.errors import UnsupportedError  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite_torch import DistributedOptimizer, comm_hooks  # noqa: E402
+from hvdlite_torch import comm_hooks  # noqa: E402
+from hvdlite_torch.optimizer.distributed_optimizer import wrap_optimizer  # noqa: E402
 from tests.torch.programs import ddp_hooks as programs  # noqa: E402
 from tests.worlds import TORCH, processes, threads  # noqa: E402
 
@@ -33,8 +34,8 @@ def test_an_adapted_hook_sees_buckets_that_stay_the_same() -> None:
             future.set_result([bucket.buffer() * 2])
             return future
         a, b, c = (torch.nn.Parameter(torch.ones(length)) for length in (1, 2, 3))
-        optimizer = DistributedOptimizer(torch.optim.SGD([a, b, c], lr=0.1), _runtime=runtime,
-                                         comm_hook=comm_hooks.DDPHook("state", average))
+        optimizer = wrap_optimizer(torch.optim.SGD([a, b, c], lr=0.1), runtime=runtime,
+                                   comm_hook=comm_hooks.DDPHook("state", average))
         for used in ((a, b), (b,), (a, b, c)):
             seen.clear()
             optimizer.zero_grad()
@@ -50,8 +51,8 @@ def test_an_adapted_hook_sees_buckets_that_stay_the_same() -> None:
             if len(used) == 3:
                 expected.append((1, True, [3], [1, 1, 1], [[1, 1, 1]]))
             assert seen == expected
-        optimizer = DistributedOptimizer(torch.optim.SGD([a], lr=0.1), _runtime=runtime,
-                                         comm_hook=comm_hooks.DDPHook(None, lambda state, bucket: "nothing"))
+        optimizer = wrap_optimizer(torch.optim.SGD([a], lr=0.1), runtime=runtime,
+                                   comm_hook=comm_hooks.DDPHook(None, lambda state, bucket: "nothing"))
         with pytest.raises(TypeError, match=r"must return a torch.futures.Future.*it returned 'nothing'"):
             a.sum().backward()
     threads(2, step)
@@ -63,8 +64,8 @@ def test_an_elastic_job_has_no_process_group(monkeypatch: pytest.MonkeyPatch) ->
 
     def step(runtime: Runtime) -> None:
         a = torch.nn.Parameter(torch.ones(1))
-        optimizer = DistributedOptimizer(torch.optim.SGD([a], lr=0.1), _runtime=runtime,
-                                         comm_hook=comm_hooks.DDPHook(None, lambda state, bucket: None))
+        optimizer = wrap_optimizer(torch.optim.SGD([a], lr=0.1), runtime=runtime,
+                                   comm_hook=comm_hooks.DDPHook(None, lambda state, bucket: None))
         with pytest.raises(UnsupportedError, match=r"DDPHook does not work in an elastic job.*Use comm_hooks.PowerSGD"):
             a.sum().backward()
         assert optimizer
@@ -74,8 +75,8 @@ def test_an_elastic_job_has_no_process_group(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_rank_that_has_joined_has_no_part_in_a_hooks_collectives() -> None:
     def step(runtime: Runtime) -> None:
         a = torch.nn.Parameter(torch.ones(1))
-        optimizer = DistributedOptimizer(torch.optim.SGD([a], lr=0.1), _runtime=runtime,
-                                         comm_hook=comm_hooks.DDPHook(None, lambda state, bucket: bucket.buffer()))
+        optimizer = wrap_optimizer(torch.optim.SGD([a], lr=0.1), runtime=runtime,
+                                   comm_hook=comm_hooks.DDPHook(None, lambda state, bucket: bucket.buffer()))
         with optimizer.join():
             a.sum().backward()
             optimizer.step()

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite_torch import DistributedOptimizer  # noqa: E402
+from hvdlite_torch.optimizer.distributed_optimizer import wrap_optimizer  # noqa: E402
 from tests.torch.models import by_bucket  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
@@ -62,7 +62,7 @@ def test_the_users_hooks_see_and_change_this_ranks_gradient_as_under_ddp(wait_in
     """Whenever they are registered: before a step, and when the gradients' places are learned."""
     def step(runtime: Runtime) -> tuple[list[float], list[Any]]:
         model, x = model_and_batch(runtime.world.rank)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), _runtime=runtime, wait_in=wait_in)
+        optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), runtime=runtime, wait_in=wait_in)
         hooks = Hooks(model)
         for turn in range(STEPS):
             optimizer.zero_grad(set_to_none=to_none)
@@ -114,8 +114,8 @@ def test_a_hook_sees_what_several_passes_have_accumulated(wait_in: str) -> None:
         assert len(seen) == 10
         return [parameter.detach() for parameter in (first, second, third)]
 
-    ranks = threads(2, lambda runtime: train(runtime.world.rank, lambda optimizer: DistributedOptimizer(
-        optimizer, _runtime=runtime, wait_in=wait_in)))
+    ranks = threads(2, lambda runtime: train(runtime.world.rank, lambda optimizer: wrap_optimizer(
+        optimizer, runtime=runtime, wait_in=wait_in)))
     for each in ranks:
         torch.testing.assert_close(each, train(0.5, lambda optimizer: optimizer))
 
@@ -123,7 +123,7 @@ def test_a_hook_sees_what_several_passes_have_accumulated(wait_in: str) -> None:
 def test_a_hook_that_takes_the_gradient_away_leaves_none_to_reduce() -> None:
     def step(runtime: Runtime) -> list[float]:
         first, second = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
-        optimizer = DistributedOptimizer(torch.optim.SGD([first, second], lr=1.0), _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD([first, second], lr=1.0), runtime=runtime)
 
         def take(parameter: Any) -> None:
             parameter.grad = None
@@ -174,7 +174,7 @@ def test_two_living_optimizers_of_the_same_parameters(wait_in: str, tied: bool, 
 
     def step(runtime: Runtime) -> list[Any]:
         model, x = model_and_batch(runtime.world.rank)
-        optimizers = {name: DistributedOptimizer(each, op=op, wait_in=wait_in, _runtime=runtime)
+        optimizers = {name: wrap_optimizer(each, op=op, wait_in=wait_in, runtime=runtime)
                       for name, each in made(model).items()}
         return train(model, optimizers, lambda: model(x).square().mean())
     first, second = threads(2, step)
@@ -215,9 +215,9 @@ def test_a_second_optimizer_reduces_what_was_added_to_a_tensor_of_the_first_ones
 
     def step(runtime: Runtime) -> list[Any]:
         model, x = model_and_batch(runtime.world.rank)
-        first = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), op=op, _runtime=runtime)
-        second = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.25), op=op, _runtime=runtime,
-                                      backward_passes_per_step=2 if how == "passes" else 1)
+        first = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.5), op=op, runtime=runtime)
+        second = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.25), op=op, runtime=runtime,
+                                backward_passes_per_step=2 if how == "passes" else 1)
         return train(model, first, second, lambda turn: (model(x) - turn).square().mean())
     one, other = threads(2, step)
     assert all(map(torch.equal, one, other))
@@ -240,7 +240,7 @@ def test_an_optimizer_of_an_earlier_phase_hands_nothing_over_on_any_rank(keeps: 
         kept: list[Any] = []
 
         def phase(parameters: Any) -> None:
-            optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=0.01), _runtime=runtime)
+            optimizer = wrap_optimizer(torch.optim.SGD(parameters, lr=0.01), runtime=runtime)
             torch.optim.lr_scheduler.StepLR(optimizer, 1)  # a cycle, which only the garbage collector frees
             for _ in range(3):
                 optimizer.zero_grad()
@@ -282,7 +282,7 @@ def test_an_optimizer_is_used_again_after_another_one_of_its_parameters_was_wrap
 
     def step(runtime: Runtime) -> list[Any]:
         model, x = model_and_batch(runtime.world.rank)
-        return train(model, lambda plain: DistributedOptimizer(plain, op=op, _runtime=runtime),
+        return train(model, lambda plain: wrap_optimizer(plain, op=op, runtime=runtime),
                      lambda: model(x).square().mean())
     one, other = threads(2, step)
     assert all(map(torch.equal, one, other))

@@ -16,9 +16,10 @@ torch = pytest.importorskip("torch")
 from hvdlite.core.errors import MismatchError, UnsupportedError  # noqa: E402
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite_torch import Compression, DistributedOptimizer  # noqa: E402
+from hvdlite_torch import Compression  # noqa: E402
 from hvdlite_torch.gradients.places import TorchPlaces  # noqa: E402
 from hvdlite_torch.gradients.torch_gradients import TorchGradients  # noqa: E402
+from hvdlite_torch.optimizer.distributed_optimizer import wrap_optimizer  # noqa: E402
 from tests.torch.models import by_bucket, net, reducer_of, weights  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
@@ -32,8 +33,8 @@ KEPT: dict[str, Callable[[Any], Any]] = {
 
 
 def wrapped(runtime: Runtime, model: Any, **options: Any) -> Any:
-    return DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters(), _runtime=runtime,
-                                **options)
+    return wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.0), model.named_parameters(), runtime=runtime,
+                          **options)
 
 
 def embedding() -> Any:
@@ -114,7 +115,7 @@ def test_a_parameter_that_is_unfrozen_is_reduced_from_then_on() -> None:
     def step(runtime: Runtime) -> tuple[list[Any], bool]:
         model = net()
         model[0].requires_grad_(False)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05), _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.05), runtime=runtime)
         for turn in range(12):
             if turn in (4, 8):
                 model[0].requires_grad_(turn == 4)
@@ -185,7 +186,7 @@ def test_gradients_that_a_script_computes_itself_count() -> None:
 def test_gradients_that_a_script_sets_beside_a_backward_pass_count(wait_in: str) -> None:
     def step(runtime: Runtime) -> None:
         a, b = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
-        optimizer = DistributedOptimizer(torch.optim.SGD([a, b], lr=0.1), _runtime=runtime, wait_in=wait_in)
+        optimizer = wrap_optimizer(torch.optim.SGD([a, b], lr=0.1), runtime=runtime, wait_in=wait_in)
         for _ in range(5):
             optimizer.zero_grad()
             (a * (runtime.world.rank + 1)).sum().backward()
@@ -200,7 +201,7 @@ def test_a_gradient_that_nobody_clears_or_computes_stays_what_it_is() -> None:
     """With Sum, reducing it again would multiply it."""
     def step(runtime: Runtime) -> None:
         a, b = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
-        optimizer = DistributedOptimizer(torch.optim.SGD([a, b], lr=0.0), _runtime=runtime, op=ReduceOp.SUM)
+        optimizer = wrap_optimizer(torch.optim.SGD([a, b], lr=0.0), runtime=runtime, op=ReduceOp.SUM)
         b.sum().backward()
         optimizer.step()
         for _ in range(10):
@@ -233,8 +234,8 @@ def test_densified_gradients_come_back_sparse(kind: str) -> None:
     """As Horovod's do; a rank without a gradient of its own included."""
     def step(runtime: Runtime) -> Any:
         table = embedding()
-        optimizer = DistributedOptimizer(getattr(torch.optim, kind)(table.parameters(), lr=0.1), _runtime=runtime,
-                                         sparse_as_dense=True)
+        optimizer = wrap_optimizer(getattr(torch.optim, kind)(table.parameters(), lr=0.1), runtime=runtime,
+                                   sparse_as_dense=True)
         for turn in range(8):
             optimizer.zero_grad()
             if turn % 3 or runtime.world.rank == 1:
@@ -258,7 +259,7 @@ def test_a_sparse_gradient_without_such_an_op_is_an_error_after_which_the_job_go
     def step(runtime: Runtime) -> None:
         table, model = torch.nn.Embedding(20, 3, sparse=True), net()
         parameters = [*table.parameters(), *model.parameters()]
-        optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), op=ReduceOp.MAX, _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD(parameters, lr=0.1), op=ReduceOp.MAX, runtime=runtime)
         for _ in range(3):
             optimizer.zero_grad()
             with pytest.raises(UnsupportedError, match="no Max"):
@@ -287,7 +288,7 @@ def test_compressed_gradients_come_back_in_the_memory_in_which_they_came(to_none
             wide = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
             small, large = torch.nn.Parameter(torch.ones(5)), torch.nn.Parameter(torch.ones(100, 100))
             parameters = [wide, small, large]
-            optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=0.0), compression=compression, _runtime=runtime)
+            optimizer = wrap_optimizer(torch.optim.SGD(parameters, lr=0.0), compression=compression, runtime=runtime)
             came: dict[Any, int] = {}
             for parameter in parameters:
                 parameter.register_post_accumulate_grad_hook(lambda own, came=came: came.update({own: own.grad.data_ptr()}))
@@ -305,7 +306,7 @@ def test_a_gradient_that_was_written_to_and_leaves_its_bucket_is_no_new_one() ->
     """It is copied where its bucket stays whole; where another kept gradient has broken the bucket, it is not."""
     def step(runtime: Runtime) -> None:
         small, large = parameters = [torch.nn.Parameter(torch.ones(n)) for n in (10, 5000)]
-        optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=0.0), _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD(parameters, lr=0.0), runtime=runtime)
 
         def backward(*used: Any) -> None:
             sum((parameter * (runtime.world.rank + 1.0)).sum() for parameter in used).backward()

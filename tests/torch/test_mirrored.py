@@ -17,10 +17,19 @@ from torch.utils.data import DataLoader  # noqa: E402
 
 from hvdlite.core.errors import MismatchError  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite_torch import MirroredStrategy  # noqa: E402
 from hvdlite_torch.optimizer import is_distributed  # noqa: E402
 from hvdlite_torch.rows import mapped  # noqa: E402
-from tests.torch.mirroring import OPTIMIZERS, Net, Normal, assert_close, dataset, registry_of, train, weights  # noqa: E402
+from tests.torch.mirroring import (  # noqa: E402
+    OPTIMIZERS,
+    Net,
+    Normal,
+    assert_close,
+    dataset,
+    registry_of,
+    strategy_on,
+    train,
+    weights,
+)
 from tests.worlds import TORCH, processes, threads  # noqa: E402
 
 
@@ -39,7 +48,7 @@ def test_ranks_with_the_global_batch_equal_one_process(kind: str, size: int, sam
     assert len(expected) >= 20
 
     def step(runtime: Runtime) -> tuple[list[float], list[Any]]:
-        strategy = MirroredStrategy(_runtime=runtime)
+        strategy = strategy_on(runtime)
         with strategy.scope():
             model = Net(seed=runtime.world.rank)  # rank 0's counts
             if runtime.world.rank == 0:
@@ -71,7 +80,7 @@ def test_gradients_are_weighted_before_they_are_accumulated() -> None:
 
     def step(runtime: Runtime) -> None:
         for passes in (1, 2):
-            strategy = MirroredStrategy(backward_passes_per_step=passes, _runtime=runtime)
+            strategy = strategy_on(runtime, backward_passes_per_step=passes)
             with strategy.scope():
                 model = Net()
                 mine = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -104,7 +113,7 @@ def test_a_checkpoint_is_mirrored_before_the_next_step(where: str, loop: str) ->
 
     def step(runtime: Runtime) -> list[Any]:
         rank = runtime.world.rank
-        strategy = MirroredStrategy(_runtime=runtime)
+        strategy = strategy_on(runtime)
 
         def load() -> None:
             if rank == 0:
@@ -149,7 +158,7 @@ def _loaded(saved: Any) -> tuple[Any, Any]:
 def test_ranks_that_make_different_things_are_told() -> None:
     def step(runtime: Runtime) -> None:
         rank = runtime.world.rank
-        strategy = MirroredStrategy(_runtime=runtime)
+        strategy = strategy_on(runtime)
         with strategy.scope():
             layer = torch.nn.Linear(2, 2 + rank)
             told = r"replica 0 has 'weight', float32 \[2, 2\], replica 1 'weight', float32 \[3, 2\]"
@@ -179,7 +188,7 @@ def test_ranks_that_make_different_things_are_told() -> None:
 def test_copies_of_modules_and_of_the_strategy() -> None:
     def step(runtime: Runtime) -> None:
         rank = runtime.world.rank
-        strategy = MirroredStrategy(_runtime=runtime)
+        strategy = strategy_on(runtime)
         with strategy.scope():
             model = Net(seed=rank)
             average = torch.optim.swa_utils.AveragedModel(model)  # holds a copy that no constructor told of
@@ -203,7 +212,7 @@ def test_copies_of_modules_and_of_the_strategy() -> None:
 
 def test_parameters_without_values_yet_are_mirrored_when_they_have_some() -> None:
     def step(runtime: Runtime) -> list[Any]:
-        strategy = MirroredStrategy(_runtime=runtime)
+        strategy = strategy_on(runtime)
         torch.manual_seed(runtime.world.rank)
         with strategy.scope():
             model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.LazyLinear(3))
@@ -219,7 +228,7 @@ def test_parameters_without_values_yet_are_mirrored_when_they_have_some() -> Non
 def test_learning_rates_are_scaled_when_asked() -> None:
     def step(runtime: Runtime) -> None:
         for scales in (False, True):
-            strategy = MirroredStrategy(scale_learning_rate=scales, _runtime=runtime)
+            strategy = strategy_on(runtime, scale_learning_rate=scales)
             factor = 3 if scales else 1
             expected = [0.1 * factor, 0.25 * factor, 0.1 * factor]
             with strategy.scope():
@@ -240,10 +249,10 @@ def test_learning_rates_are_scaled_when_asked() -> None:
 
 def test_devices_are_counted_or_listed() -> None:
     def step(runtime: Runtime) -> None:
-        assert [MirroredStrategy(given, _runtime=runtime).devices for given in (None, 3, ["a", "b"])] == [None, 3, 2]
+        assert [strategy_on(runtime, given).devices for given in (None, 3, ["a", "b"])] == [None, 3, 2]
         for wrong in ("2", 0, [], 1.5):
             with pytest.raises(ValueError, match="devices must be a number of ranks from 1"):
-                MirroredStrategy(wrong, _runtime=runtime)
+                strategy_on(runtime, wrong)
     threads(1, step)
 
 

@@ -16,8 +16,17 @@ from torch.utils.data import DataLoader  # noqa: E402
 
 from hvdlite.core.errors import MismatchError  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite_torch import DistributedOptimizer, MirroredStrategy  # noqa: E402
-from tests.torch.mirroring import Net, dataset, equal_one_process, registry_of, shards, weights  # noqa: E402
+from hvdlite_torch import MirroredStrategy  # noqa: E402
+from hvdlite_torch.optimizer.distributed_optimizer import wrap_optimizer  # noqa: E402
+from tests.torch.mirroring import (  # noqa: E402
+    Net,
+    dataset,
+    equal_one_process,
+    registry_of,
+    shards,
+    strategy_on,
+    weights,
+)
 from tests.worlds import threads  # noqa: E402
 
 mse = torch.nn.functional.mse_loss
@@ -58,7 +67,7 @@ def test_optimizers_around_others_keep_their_groups_and_their_rates() -> None:
     equal_one_process(case)
 
     def scaled(runtime: Runtime) -> None:
-        strategy = MirroredStrategy(scale_learning_rate=True, _runtime=runtime)
+        strategy = strategy_on(runtime, scale_learning_rate=True)
         with strategy.scope():
             optimizer = Ascent(Net().parameters(), torch.optim.SGD, lr=0.1)
             class Around(torch.optim.Optimizer):
@@ -76,7 +85,7 @@ def test_optimizers_around_others_keep_their_groups_and_their_rates() -> None:
 def test_rank_0_alone_loads_in_the_middle(loaded: str, loop: str) -> None:
     """Rank 0's values are everybody's from the next step on. (The gradients of that step were computed before.)"""
     def step(runtime: Runtime) -> tuple[list[Any], list[Any], float]:
-        strategy = MirroredStrategy(_runtime=runtime)
+        strategy = strategy_on(runtime)
         with strategy.scope():
             model, best = Net(), Net(seed=9)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -110,7 +119,7 @@ def test_rank_0_alone_loads_in_the_middle(loaded: str, loop: str) -> None:
 
 def test_what_could_not_be_mirrored_stays_due() -> None:
     def step(runtime: Runtime) -> None:
-        strategy = MirroredStrategy(_runtime=runtime)
+        strategy = strategy_on(runtime)
         with strategy.scope():
             layer = torch.nn.Linear(2, 2 + runtime.world.rank)
         if runtime.world.rank == 0:
@@ -132,7 +141,7 @@ def test_state_keeps_its_dtype() -> None:
                 parameter.data.add_(mean.bfloat16(), alpha=-0.1)
 
     def step(runtime: Runtime) -> list[Any]:
-        strategy = MirroredStrategy(_runtime=runtime)
+        strategy = strategy_on(runtime)
         with strategy.scope():
             model = Net(seed=runtime.world.rank).bfloat16()
             optimizer = Wide(model.parameters(), lr=0.1)
@@ -151,7 +160,7 @@ def test_state_keeps_its_dtype() -> None:
 
 def test_what_is_dropped_in_a_scope_is_forgotten() -> None:
     def step(runtime: Runtime) -> None:
-        strategy = MirroredStrategy(_runtime=runtime)
+        strategy = strategy_on(runtime)
         with strategy.scope():
             model = Net()
             known = len(list(registry_of(strategy)._modules))
@@ -166,7 +175,7 @@ def test_what_is_dropped_in_a_scope_is_forgotten() -> None:
 
 def test_an_optimizer_made_outside_for_a_module_made_inside_is_refused() -> None:
     def step(runtime: Runtime) -> None:
-        strategy = MirroredStrategy(_runtime=runtime)
+        strategy = strategy_on(runtime)
         with strategy.scope():
             model, other = Net(), Net()
             inside = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -175,14 +184,14 @@ def test_an_optimizer_made_outside_for_a_module_made_inside_is_refused() -> None
             outside.step()
         elsewhere = torch.nn.Linear(1, 1)
         for fine in (inside, torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(elsewhere.parameters(), lr=0.1),
-                     DistributedOptimizer(torch.optim.SGD(other.layers[2].parameters(), lr=0.1), _runtime=runtime)):
+                     wrap_optimizer(torch.optim.SGD(other.layers[2].parameters(), lr=0.1), runtime=runtime)):
             fine.step()
         del strategy, inside, fine
         with pytest.raises(RuntimeError, match="made outside"):
             outside.step()  # the modules are there still
 
     def build(runtime: Runtime) -> Any:
-        strategy = MirroredStrategy(_runtime=runtime)
+        strategy = strategy_on(runtime)
         with strategy.scope():
             return Net()
 
@@ -203,7 +212,7 @@ def test_an_optimizer_made_outside_for_a_module_made_inside_is_refused() -> None
 
 def test_an_optimizer_made_outside_is_looked_at_again() -> None:
     def step(runtime: Runtime) -> None:
-        strategy = MirroredStrategy(_runtime=runtime)
+        strategy = strategy_on(runtime)
         with strategy.scope():
             model, other = Net(), Net()
             inside = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -223,12 +232,12 @@ def test_an_optimizer_made_outside_is_looked_at_again() -> None:
 
 def test_a_wrapper_made_outside_around_a_distributed_optimizer() -> None:
     def step(runtime: Runtime) -> list[Any]:
-        strategy = MirroredStrategy(_runtime=runtime)
+        strategy = strategy_on(runtime)
         with strategy.scope():
             model = Net()
 
         def base(groups: Any, **settings: Any) -> Any:
-            return DistributedOptimizer(torch.optim.SGD(groups, **settings), _runtime=runtime)
+            return wrap_optimizer(torch.optim.SGD(groups, **settings), runtime=runtime)
         optimizer = Ascent(model.parameters(), base, lr=0.1)
         for x, y in strategy.distribute(DataLoader(dataset(16), 8)):
             optimizer.zero_grad()

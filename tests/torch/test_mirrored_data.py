@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset,
 
 from hvdlite.core.errors import MismatchError  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite_torch import MirroredStrategy  # noqa: E402
 from hvdlite_torch.rows import rows_of, rows_taken  # noqa: E402
+from tests.torch.mirroring import strategy_on  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
 
@@ -32,7 +32,7 @@ class Buffered(DataLoader):
 
 def test_loaders_with_an_iteration_of_their_own() -> None:
     def step(runtime: Runtime) -> list[list[int]]:
-        strategy = MirroredStrategy(_runtime=runtime)
+        strategy = strategy_on(runtime)
         loader = Buffered(TensorDataset(torch.arange(37)), 8, shuffle=True,
                           generator=torch.Generator().manual_seed(runtime.world.rank))
         return [strategy.gather(x).tolist() for _ in range(2) for (x,) in strategy.distribute(loader)]
@@ -98,7 +98,7 @@ def test_data_that_are_split_already_are_not_split_again(monkeypatch: pytest.Mon
 
     def step(runtime: Runtime) -> None:
         rank = runtime.world.rank
-        strategy = MirroredStrategy(_runtime=runtime)
+        strategy = strategy_on(runtime)
         for loader in (DataLoader(TensorDataset(torch.arange(8)), 2, sampler=Sharded()), DataLoader(OfHuggingFace(), 2)):
             with pytest.raises(ValueError, match=r"already splits the samples among 2 ranks.*without strategy.distribute"):
                 strategy.distribute(loader)

@@ -25,8 +25,13 @@ from hvdlite.core.process_set import ProcessSet  # noqa: E402
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite.training.objects import allgather_object  # noqa: E402
-from hvdlite_torch import MirroredStrategy  # noqa: E402
-from tests.torch.mirroring import Net, dataset, train, weights  # noqa: E402
+from tests.torch.mirroring import (  # noqa: E402
+    Net,
+    dataset,
+    strategy_on,
+    train,
+    weights,
+)
 from tests.torch.programs import mirrored_loaders as programs  # noqa: E402
 from tests.torch.programs.mirrored_loaders import Squares, Stream  # noqa: E402
 from tests.worlds import TORCH, processes, threads  # noqa: E402
@@ -98,7 +103,7 @@ LOADERS: dict[str, Callable[[int], Any]] = {
 @pytest.mark.parametrize("kind", LOADERS)
 def test_every_sample_once_an_epoch(kind: str, size: int) -> None:
     def step(runtime: Runtime) -> list[list[list[int]]]:
-        strategy = MirroredStrategy(_runtime=runtime)
+        strategy = strategy_on(runtime)
         own = LOADERS[kind](runtime.world.rank)
         loader = strategy.distribute(own)
         assert strategy.distribute(loader) is loader
@@ -142,7 +147,7 @@ def test_samplers_without_an_end_and_longer_than_a_chunk(monkeypatch: pytest.Mon
                 yield int(torch.randint(37, (), generator=generator))
 
     def step(runtime: Runtime) -> list[list[int]]:
-        strategy = MirroredStrategy(_runtime=runtime)
+        strategy = strategy_on(runtime)
         shares = []
         for batch in strategy.distribute(DataLoader(Squares(37), 8, sampler=Endless())):
             shares.append(batch["number"].tolist())
@@ -167,7 +172,7 @@ def test_a_generator_is_used_as_in_one_process() -> None:
 
     def step(runtime: Runtime) -> list[list[int]]:
         own = torch.Generator().manual_seed(3)
-        strategy = MirroredStrategy(_runtime=runtime)
+        strategy = strategy_on(runtime)
         shares = numbers(strategy.distribute(DataLoader(Squares(37), 8, shuffle=True, generator=own)))
         assert torch.equal(own.get_state(), state), "on every rank"
         return shares
@@ -178,7 +183,7 @@ def test_a_generator_is_used_as_in_one_process() -> None:
 def test_loaders_that_cannot_be_shared_say_so() -> None:
     def step(runtime: Runtime) -> None:
         rank = runtime.world.rank
-        strategy = MirroredStrategy(_runtime=runtime)
+        strategy = strategy_on(runtime)
         with pytest.raises(ValueError, match="DistributedSampler already splits the samples"):
             strategy.distribute(DataLoader(Squares(8), 2, sampler=DistributedSampler(Squares(8), 2, rank)))
         with pytest.raises(MismatchError, match=r"replica 0 has .*'samples': 8.* replica 1 .*'samples': 9"):
@@ -202,7 +207,7 @@ def test_loaders_that_cannot_be_shared_say_so() -> None:
 
 def test_structures_keep_their_types() -> None:
     def step(runtime: Runtime) -> None:
-        strategy = MirroredStrategy(_runtime=runtime)
+        strategy = strategy_on(runtime)
         others = {"array": np.arange(4), "names": ["a", "b", "c", "d"], "scale": torch.tensor(2.0), "k": 3}
         batch = Pair(torch.arange(4), others)
         (mine,) = strategy.distribute([batch])
@@ -219,7 +224,7 @@ def test_structures_keep_their_types() -> None:
 def test_reduce_and_gather() -> None:
     def step(runtime: Runtime) -> None:
         rank = runtime.world.rank
-        strategy = MirroredStrategy(_runtime=runtime)
+        strategy = strategy_on(runtime)
         assert strategy.num_replicas_in_sync == 3
         assert strategy.reduce("SUM", torch.tensor(rank)) == 3 and strategy.reduce("mean", rank) == 1.0
         both = strategy.reduce(ReduceOp.MAX, {"a": [torch.tensor([rank, -rank])], "b": (float(rank),)})
@@ -257,7 +262,7 @@ def test_ranks_outside_of_the_process_set_have_one_replica() -> None:
         rank = runtime.world.rank
         pair = ProcessSet([0, 2])
         pair.register(runtime.add_process_set((0, 2)).wait(), rank)
-        strategy = MirroredStrategy(process_set=pair, _runtime=runtime)
+        strategy = strategy_on(runtime, process_set=pair)
         with strategy.scope():
             model = Net(seed=rank)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -13,9 +13,17 @@ torch = pytest.importorskip("torch")
 from torch.utils.data import DataLoader  # noqa: E402
 
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite_torch import MirroredStrategy  # noqa: E402
 from hvdlite_torch.optimizer import is_distributed  # noqa: E402
-from tests.torch.mirroring import OPTIMIZERS, Net, assert_close, dataset, registry_of, train, weights  # noqa: E402
+from tests.torch.mirroring import (  # noqa: E402
+    OPTIMIZERS,
+    Net,
+    assert_close,
+    dataset,
+    registry_of,
+    strategy_on,
+    train,
+    weights,
+)
 from tests.worlds import threads  # noqa: E402
 
 
@@ -26,7 +34,7 @@ def patched() -> bool:
 def test_a_scope_leaves_nothing_behind() -> None:
     def step(runtime: Runtime) -> None:
         originals = vars(torch.optim.Optimizer)["__init__"], vars(torch.nn.Module)["__init__"]
-        strategy, other = MirroredStrategy(_runtime=runtime), MirroredStrategy(_runtime=runtime)
+        strategy, other = strategy_on(runtime), strategy_on(runtime)
         with pytest.raises(KeyError), strategy.scope():
             kept = torch.optim.SGD(Net().parameters(), lr=0.1)
             with strategy.scope() as again:
@@ -51,7 +59,7 @@ def test_a_scope_leaves_nothing_behind() -> None:
 def test_somebody_elses_patch_survives_ours() -> None:
     def step(runtime: Runtime) -> None:
         original = torch.nn.Module.__init__
-        strategy = MirroredStrategy(_runtime=runtime)
+        strategy = strategy_on(runtime)
         calls = []
         try:
             with strategy.scope():
@@ -78,7 +86,7 @@ def test_somebody_elses_patch_survives_ours() -> None:
 def test_two_threads_with_a_scope_each_and_one_without() -> None:
     """Ranks are threads here already; each of them trains two models on two more threads."""
     def step(runtime: Runtime) -> None:
-        strategies = [MirroredStrategy(_runtime=runtime) for _ in range(2)]
+        strategies = [strategy_on(runtime) for _ in range(2)]
         meeting = threading.Barrier(3, timeout=30)
         models: dict[int, Any] = {}
         failures: list[BaseException] = []
@@ -126,7 +134,7 @@ class Made:
 
 def test_two_models_several_optimizers_and_schedulers_in_one_scope() -> None:
     def step(runtime: Runtime | None) -> list[list[Any]]:
-        strategy = MirroredStrategy(_runtime=runtime) if runtime is not None else None
+        strategy = strategy_on(runtime) if runtime is not None else None
         with strategy.scope() if strategy is not None else contextlib.nullcontext():
             first, second = Net(1), Net(2)
             made = Made(first)
@@ -180,7 +188,7 @@ class Sharpness(torch.optim.Optimizer):
 
 def test_several_optimizers_with_the_same_parameters_reduce_once() -> None:
     def sharpness(runtime: Runtime | None) -> list[Any]:
-        strategy = MirroredStrategy(_runtime=runtime) if runtime is not None else None
+        strategy = strategy_on(runtime) if runtime is not None else None
         with strategy.scope() if strategy is not None else contextlib.nullcontext():
             model = Net()
             optimizer = Sharpness(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -197,7 +205,7 @@ def test_several_optimizers_with_the_same_parameters_reduce_once() -> None:
 
     def stages(runtime: Runtime | None) -> list[Any]:
         """The second optimizer takes over, while something still holds on to the first."""
-        strategy = MirroredStrategy(_runtime=runtime) if runtime is not None else None
+        strategy = strategy_on(runtime) if runtime is not None else None
         model: Any = None
         held = []
         for stage in range(2):
@@ -220,7 +228,7 @@ def test_several_optimizers_with_the_same_parameters_reduce_once() -> None:
 
 def test_an_optimizer_synchronizes_gradients_that_another_one_reduces_for_it() -> None:
     def step(runtime: Runtime) -> None:
-        with MirroredStrategy(_runtime=runtime).scope():
+        with strategy_on(runtime).scope():
             model = Net()
             first, second = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
         for optimizer in (second, first):

@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite_torch import DistributedOptimizer  # noqa: E402
 from hvdlite_torch.gradients import runs  # noqa: E402
+from hvdlite_torch.optimizer.distributed_optimizer import wrap_optimizer  # noqa: E402
 from tests.torch.one_process import Case, compare  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
@@ -163,7 +163,7 @@ def test_all_optimizers_of_a_backward_pass_that_fails_are_guarded(wait_in: str) 
         layers = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
         for parameter in (*layers[0].parameters(), *layers[1].parameters()):
             torch.nn.init.ones_(parameter)
-        optimizers = [DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.0), _runtime=runtime, wait_in=wait_in)
+        optimizers = [wrap_optimizer(torch.optim.SGD(layer.parameters(), lr=0.0), runtime=runtime, wait_in=wait_in)
                       for layer in layers]
         for turn in range(4):
             for optimizer in optimizers:
@@ -191,7 +191,7 @@ def test_gradients_are_guarded_when_what_another_library_does_at_the_end_of_the_
 
     def step(runtime: Runtime) -> Any:
         layer = torch.nn.Linear(3, 1)
-        optimizer = DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.0), _runtime=runtime, wait_in=wait_in)
+        optimizer = wrap_optimizer(torch.optim.SGD(layer.parameters(), lr=0.0), runtime=runtime, wait_in=wait_in)
         engine = torch.autograd.Variable._execution_engine
         for _ in range(TURNS):
             optimizer.zero_grad()
@@ -266,8 +266,8 @@ def test_a_pass_that_fails_on_some_ranks_only_after_a_gradient_makes_no_round_of
     """The pass that follows is over other layers, and ends the round that the failed one began."""
     def step(runtime: Runtime) -> None:
         first, second = torch.nn.Linear(3, 1), torch.nn.Linear(3, 1)
-        optimizer = DistributedOptimizer(torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1),
-                                         _runtime=runtime, wait_in=wait_in)
+        optimizer = wrap_optimizer(torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1),
+                                   runtime=runtime, wait_in=wait_in)
         for turn in range(TURNS):
             optimizer.zero_grad()
             (first(torch.ones(1, 3)) + second(torch.ones(1, 3))).sum().backward()

@@ -11,7 +11,8 @@ torch = pytest.importorskip("torch")
 from hvdlite.core.errors import MismatchError  # noqa: E402
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite_torch import Compression, DistributedOptimizer  # noqa: E402
+from hvdlite_torch import Compression  # noqa: E402
+from hvdlite_torch.optimizer.distributed_optimizer import wrap_optimizer  # noqa: E402
 from tests.torch.models import OPTIMIZERS, batches, net, share, train, weights  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
@@ -27,7 +28,7 @@ def test_n_ranks_equal_one_rank_with_the_whole_batch(kind: str, clip: bool, size
 
     def step(runtime: Runtime) -> list[list[Any]]:
         model = net()
-        optimizer = DistributedOptimizer(OPTIMIZERS[kind](model.parameters()), model.named_parameters(), _runtime=runtime)
+        optimizer = wrap_optimizer(OPTIMIZERS[kind](model.parameters()), model.named_parameters(), runtime=runtime)
         history = []
         for x, y in batches(20, size):
             train(optimizer, model, share(x, runtime), share(y, runtime), clip)
@@ -49,7 +50,7 @@ def test_the_optimizer_stays_the_users() -> None:
         train(optimizer, model, torch.ones(2, 6), torch.ones(2, 3))
         state = optimizer.state_dict()
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-        wrapped = DistributedOptimizer(optimizer, _runtime=runtime)
+        wrapped = wrap_optimizer(optimizer, runtime=runtime)
         assert wrapped is optimizer and isinstance(wrapped, torch.optim.SGD) and type(wrapped).__name__ == "SGD"
         assert wrapped.defaults["momentum"] == 0.5
         assert str(wrapped.state_dict()["state"]) == str(state["state"])
@@ -61,7 +62,7 @@ def test_the_optimizer_stays_the_users() -> None:
             wrapped.zero_grad(set_to_none=to_none)
             train(wrapped, model, torch.ones(2, 6), torch.ones(2, 3))
         with pytest.raises(ValueError, match="already"):
-            DistributedOptimizer(wrapped, _runtime=runtime)
+            wrap_optimizer(wrapped, runtime=runtime)
     threads(2, step)
 
 
@@ -76,8 +77,8 @@ def test_parameters_without_a_gradient_hang_nobody() -> None:
     def step(runtime: Runtime) -> list[Any]:
         model = three_heads()
         model.load_state_dict(start)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9, weight_decay=0.1),
-                                         model.named_parameters(), _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9, weight_decay=0.1),
+                                   model.named_parameters(), runtime=runtime)
         for _ in range(3):  # rank 0 uses head 0, rank 1 head 1, nobody head 2
             optimizer.zero_grad()
             model[runtime.world.rank](torch.ones(1, 2)).sum().backward()
@@ -95,7 +96,7 @@ def test_parameters_without_a_gradient_hang_nobody() -> None:
 def test_a_rank_that_steps_without_a_backward_takes_part() -> None:
     def step(runtime: Runtime) -> Any:
         model = net()
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), runtime=runtime)
         for turn in range(4):
             optimizer.zero_grad()
             if (turn + runtime.world.rank) % 2:
@@ -111,8 +112,8 @@ def test_accumulation_equals_one_large_batch(how: str) -> None:
     def step(runtime: Runtime) -> None:
         model, reference = net(), net()
         passes = 2 if how == "passes" else 1
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), backward_passes_per_step=passes,
-                                         _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), backward_passes_per_step=passes,
+                                   runtime=runtime)
         plain = torch.optim.SGD(reference.parameters(), lr=0.1)
         pairs = list(batches(6, 2))
         for (x1, y1), (x2, y2) in zip(pairs[::2], pairs[1::2], strict=True):
@@ -135,7 +136,7 @@ def test_accumulation_equals_one_large_batch(how: str) -> None:
 def test_a_second_backward_onto_reduced_gradients_is_refused_where_they_are_summed() -> None:
     def step(runtime: Runtime) -> None:
         model = net()
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), op=ReduceOp.SUM, _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), op=ReduceOp.SUM, runtime=runtime)
         model(torch.ones(1, 6)).sum().backward()
         with pytest.raises(AssertionError, match="no_sync"):
             model(torch.ones(1, 6)).sum().backward()
@@ -149,7 +150,7 @@ def test_a_second_backward_onto_reduced_gradients_is_refused_where_they_are_summ
 def test_a_second_backward_onto_averaged_gradients_adds_up() -> None:
     def step(runtime: Runtime) -> None:
         model = net()
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0), _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.0), runtime=runtime)
         for turn in range(6):
             optimizer.zero_grad()
             for _ in range(2):
@@ -162,7 +163,7 @@ def test_a_second_backward_onto_averaged_gradients_adds_up() -> None:
 def test_two_losses_over_disjoint_parameters() -> None:
     def step(runtime: Runtime) -> None:
         model = three_heads()
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), runtime=runtime)
         for _ in range(2):
             optimizer.zero_grad()
             model[0](torch.ones(1, 2)).sum().backward()
@@ -181,9 +182,9 @@ def test_two_optimizers_as_in_a_gan() -> None:
         generator, critic = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
         generator.load_state_dict(start[0])
         critic.load_state_dict(start[1])
-        first = DistributedOptimizer(torch.optim.Adam(generator.parameters()), generator.named_parameters(),
-                                     _runtime=runtime)
-        second = DistributedOptimizer(torch.optim.Adam(critic.parameters()), critic.named_parameters(), _runtime=runtime)
+        first = wrap_optimizer(torch.optim.Adam(generator.parameters()), generator.named_parameters(),
+                               runtime=runtime)
+        second = wrap_optimizer(torch.optim.Adam(critic.parameters()), critic.named_parameters(), runtime=runtime)
         for turn in range(5):
             noise = torch.full((2, 4), float(turn + runtime.world.rank))
             first.zero_grad()
@@ -205,7 +206,7 @@ def test_reentrant_checkpoints() -> None:
         model, reference = (torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)) for _ in range(2))
         reference.load_state_dict({name: torch.full_like(value, 0.1) for name, value in model.state_dict().items()})
         model.load_state_dict(reference.state_dict())
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), runtime=runtime)
         for _ in range(3):
             x = torch.full((2, 3), float(runtime.world.rank + 1))
             optimizer.zero_grad()
@@ -225,7 +226,7 @@ def test_reentrant_checkpoints() -> None:
 def test_infinity_on_one_rank_is_seen_by_all() -> None:
     def step(runtime: Runtime) -> None:
         model = net()
-        _kept = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime)
+        _kept = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), runtime=runtime)
         (model(torch.ones(1, 6)).sum() * (float("inf") if runtime.world.rank == 1 else 1.0)).backward()
         assert not torch.isfinite(model[2].bias.grad).any()
     threads(2, step)
@@ -235,7 +236,7 @@ def test_infinity_on_one_rank_is_seen_by_all() -> None:
 def test_compressed_gradients_are_close_and_equal_on_all_ranks(compression: Any, tolerance: float) -> None:
     def step(runtime: Runtime) -> Any:
         model = net()
-        _kept = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), compression=compression, _runtime=runtime)
+        _kept = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), compression=compression, runtime=runtime)
         x, _ = next(batches(1, 2))
         model(share(x, runtime)).square().mean().backward()
         reference = net()
@@ -252,7 +253,7 @@ def test_predivide_and_sum() -> None:
     def step(runtime: Runtime) -> None:
         for arguments, factor in (({"gradient_predivide_factor": 4.0}, 1.0), ({"op": ReduceOp.SUM}, 2.0)):
             model = net()
-            _kept = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **arguments, _runtime=runtime)
+            _kept = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), **arguments, runtime=runtime)
             model(torch.ones(1, 6)).sum().backward()
             torch.testing.assert_close(model[2].bias.grad, torch.full((3,), factor))
     threads(2, step)
@@ -263,7 +264,7 @@ def test_channels_last_and_bfloat16_parameters() -> None:
         for change in (lambda m: m.to(memory_format=torch.channels_last), lambda m: m.to(torch.bfloat16)):
             torch.manual_seed(1)
             model, reference = change(torch.nn.Conv2d(3, 4, 3)), change(torch.nn.Conv2d(3, 4, 3))
-            _kept = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime)
+            _kept = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), runtime=runtime)
             x = torch.ones(1, 3, 5, 5, dtype=model.weight.dtype)
             model(x).sum().backward()
             reference(x).sum().backward()
@@ -315,8 +316,8 @@ def test_sparse_gradients_equal_one_rank_with_the_whole_batch(as_dense: bool, co
 
     def body(runtime: Runtime) -> list[Any]:
         model = Words()
-        wrapped = DistributedOptimizer(make(model), model.named_parameters(), compression, sparse_as_dense=as_dense,
-                                       _runtime=runtime)
+        wrapped = wrap_optimizer(make(model), model.named_parameters(), compression, sparse_as_dense=as_dense,
+                                 runtime=runtime)
         for step in range(steps):
             run(model, wrapped, step, [runtime.world.rank])
             assert as_dense or model.table.weight.grad.is_sparse
@@ -332,7 +333,7 @@ def test_a_parameter_group_added_later_and_closures() -> None:
     def step(runtime: Runtime) -> Any:
         model, extra = net(), torch.nn.Linear(3, 1)
         torch.nn.init.ones_(extra.weight)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), runtime=runtime)
         optimizer.add_param_group({"params": extra.parameters()})
 
         def closure() -> Any:
@@ -351,7 +352,7 @@ def test_a_parameter_group_added_later_and_closures() -> None:
 def test_after_a_mismatch_the_optimizer_goes_on() -> None:
     def step(runtime: Runtime) -> None:
         model = torch.nn.Linear(2 + runtime.world.rank, 1)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), runtime=runtime)
         for _ in range(2):
             optimizer.zero_grad()
             with pytest.raises(MismatchError, match="gradient"):
@@ -366,8 +367,8 @@ def test_groups_are_buckets_of_their_own(groups: Any) -> None:
         model = net()
         names = dict(model.named_parameters())
         given = [[names["0.weight"], names["2.bias"]]] if groups == "explicit" else groups
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), groups=given,
-                                         _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), groups=given,
+                                   runtime=runtime)
         for x, y in batches(4, 2):
             train(optimizer, model, share(x, runtime), share(y, runtime))
         learned = runtime.gradients.layout("torch.optimizer.0", 1 << 20)

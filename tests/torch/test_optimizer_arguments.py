@@ -12,7 +12,8 @@ from hvdlite.core.errors import UnsupportedError  # noqa: E402
 from hvdlite.core.process_set import ProcessSet  # noqa: E402
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite_torch import Compression, DistributedOptimizer, comm_hooks  # noqa: E402
+from hvdlite_torch import Compression, comm_hooks  # noqa: E402
+from hvdlite_torch.optimizer.distributed_optimizer import wrap_optimizer  # noqa: E402
 from tests.torch.models import net  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
@@ -38,7 +39,7 @@ from tests.worlds import threads  # noqa: E402
 def test_bad_arguments(arguments: dict[str, Any], error: type[Exception], told: str) -> None:
     def step(runtime: Runtime) -> None:
         with pytest.raises(error, match=told):
-            _kept = DistributedOptimizer(torch.optim.SGD(net().parameters(), lr=0.1), **arguments, _runtime=runtime)
+            _kept = wrap_optimizer(torch.optim.SGD(net().parameters(), lr=0.1), **arguments, runtime=runtime)
     threads(1, step)
 
 
@@ -46,7 +47,7 @@ def test_only_optimizers_of_torch_are_wrapped() -> None:
     def step(runtime: Runtime) -> None:
         for wrong in (net(), net().parameters(), None):
             with pytest.raises(ValueError, match=f"takes a torch.optim.Optimizer, not {type(wrong).__name__}"):
-                DistributedOptimizer(wrong, _runtime=runtime)
+                wrap_optimizer(wrong, runtime=runtime)
     threads(1, step)
 
 
@@ -56,8 +57,8 @@ def test_adasum_on_some_ranks_is_refused_as_in_horovod() -> None:
         some = ProcessSet([0, 1])
         some.register(number, runtime.world.rank)
         with pytest.raises(NotImplementedError, match="all ranks only"):
-            DistributedOptimizer(torch.optim.SGD(net().parameters(), lr=0.1), op=ReduceOp.ADASUM, process_set=some,
-                                 _runtime=runtime)
+            wrap_optimizer(torch.optim.SGD(net().parameters(), lr=0.1), op=ReduceOp.ADASUM, process_set=some,
+                           runtime=runtime)
     threads(3, step)
 
 
@@ -74,7 +75,7 @@ def test_sharded_parameters_are_refused() -> None:
             whole = DTensor.from_local(torch.ones(2), DeviceMesh("cpu", [0, 1]), [Shard(0)])
             optimizer = torch.optim.SGD([torch.nn.Parameter(whole)], lr=0.1)
             with pytest.raises(UnsupportedError, match=r"parameter 'noname\.0\.0' is a DTensor"):
-                DistributedOptimizer(optimizer, _runtime=runtime)
+                wrap_optimizer(optimizer, runtime=runtime)
         finally:
             torch.distributed.destroy_process_group()
     threads(1, step)

@@ -14,7 +14,8 @@ from hvdlite.core.errors import MismatchError, UnsupportedError  # noqa: E402
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite.training.gradients.errors import GradientOrderError  # noqa: E402
-from hvdlite_torch import DistributedOptimizer, comm_hooks  # noqa: E402
+from hvdlite_torch import comm_hooks  # noqa: E402
+from hvdlite_torch.optimizer.distributed_optimizer import wrap_optimizer  # noqa: E402
 from tests.torch.models import net, reducer_of  # noqa: E402
 from tests.torch.one_process import Case, compare  # noqa: E402
 from tests.worlds import threads  # noqa: E402
@@ -125,7 +126,7 @@ def test_gradients_of_the_scripts_own_are_reduced(options: dict[str, Any]) -> No
 def test_sparse_gradients_of_the_scripts_own_are_reduced() -> None:
     def step(runtime: Runtime) -> Any:
         table = torch.nn.Embedding.from_pretrained(torch.zeros(4, 2), freeze=False, sparse=True)
-        optimizer = DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=1.0), _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD(table.parameters(), lr=1.0), runtime=runtime)
         for turn in range(5):
             optimizer.zero_grad()
             row = (turn + runtime.world.rank) % 4
@@ -140,7 +141,7 @@ def test_what_is_changed_in_place_after_the_reduction_is_not_reduced_again() -> 
     """With Sum, which would show it."""
     def step(runtime: Runtime) -> list[float]:
         parameter = torch.nn.Parameter(torch.zeros(3))
-        optimizer = DistributedOptimizer(torch.optim.SGD([parameter], lr=1.0), _runtime=runtime, op=ReduceOp.SUM)
+        optimizer = wrap_optimizer(torch.optim.SGD([parameter], lr=1.0), runtime=runtime, op=ReduceOp.SUM)
         for _ in range(5):
             optimizer.zero_grad()
             (parameter * (runtime.world.rank + 1)).sum().backward()
@@ -175,7 +176,7 @@ def test_parameters_move_between_groups() -> None:
 def test_unused_parameters_cost_no_round(to_none: bool) -> None:
     def step(runtime: Runtime) -> None:
         model = torch.nn.ModuleList([net(), net()])
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), runtime=runtime)
         for turn in range(6):
             optimizer.zero_grad(set_to_none=to_none)
             model[turn > 2](torch.ones(1, 6)).sum().backward()
@@ -187,7 +188,7 @@ def test_unused_parameters_cost_no_round(to_none: bool) -> None:
 def test_replaced_gradients_are_an_error_where_reducing_them_again_is_not_exact() -> None:
     def step(runtime: Runtime) -> None:
         model = net()
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime, op=ReduceOp.SUM)
+        optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), runtime=runtime, op=ReduceOp.SUM)
         model(torch.ones(1, 6)).sum().backward()
         model[2].bias.grad = model[2].bias.grad / 2
         with pytest.raises(GradientOrderError, match=rf"another gradient on rank {runtime.world.rank}.*op=Sum.*in place"):
@@ -202,7 +203,7 @@ def test_replaced_gradients_are_an_error_where_reducing_them_again_is_not_exact(
 def test_a_gradient_that_is_replaced_on_one_rank_only_is_an_error_on_all() -> None:
     def step(runtime: Runtime) -> None:
         model = net()
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), runtime=runtime)
         with pytest.raises(MismatchError, match=r"number of optimizer steps(?s:.*)replaced"):
             for turn in range(5):
                 optimizer.zero_grad()
@@ -217,7 +218,7 @@ def test_a_gradient_that_is_replaced_on_one_rank_only_is_an_error_on_all() -> No
 def test_a_rank_without_a_backward_after_a_skipped_step_and_gradients_cleared_by_hand(by_hand: bool) -> None:
     def step(runtime: Runtime) -> Any:
         model = net()
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), runtime=runtime)
         for turn in range(6):
             if by_hand:
                 model.zero_grad()
@@ -278,7 +279,7 @@ def test_hooks_end_with_their_optimizer() -> None:
     def step(runtime: Runtime) -> None:
         model = net()
         for _ in range(3):
-            optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime)
+            optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), runtime=runtime)
         model(torch.ones(1, 6)).sum().backward()
         assert len(model[0].weight._post_accumulate_grad_hooks) == 1
         del optimizer
@@ -292,7 +293,7 @@ def test_compiled_autograd_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def step(runtime: Runtime) -> None:
         model = net()
-        _kept = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime)
+        _kept = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), runtime=runtime)
         with pytest.raises(UnsupportedError, match="compiled autograd"):
             model(torch.ones(1, 6)).sum().backward()
     threads(2, step)

@@ -12,6 +12,7 @@ from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import DistributedOptimizer, comm_hooks  # noqa: E402
 from hvdlite_torch.gradients.recorder import Recorder  # noqa: E402
+from hvdlite_torch.optimizer.distributed_optimizer import wrap_optimizer  # noqa: E402
 from tests.torch.models import net, reducer_of, train, wrapped  # noqa: E402
 from tests.torch.one_process import Case, compare  # noqa: E402
 from tests.worlds import threads  # noqa: E402
@@ -86,9 +87,9 @@ def test_two_optimizers_with_the_same_parameters_reduce_gradients_once() -> None
         parameters = [torch.nn.Parameter(torch.zeros(4)) for _ in range(4)]
 
         def made() -> DistributedOptimizer:
-            return DistributedOptimizer(torch.optim.SGD(parameters, lr=1.0),
-                                        [(str(number), parameter) for number, parameter in enumerate(parameters)],
-                                        op=ReduceOp.SUM, _runtime=runtime)
+            return wrap_optimizer(torch.optim.SGD(parameters, lr=1.0),
+                                  [(str(number), parameter) for number, parameter in enumerate(parameters)],
+                                  op=ReduceOp.SUM, runtime=runtime)
 
         def train_with(clears: DistributedOptimizer, steps: DistributedOptimizer) -> None:
             clears.zero_grad()

@@ -15,6 +15,7 @@ import hvdlite_torch as hvd  # noqa: E402
 from hvdlite.core.errors import ReplicaMismatchError  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite.training.replicas import VALUES, FirstComparison, check_replicas  # noqa: E402
+from hvdlite_torch.optimizer.distributed_optimizer import wrap_optimizer  # noqa: E402
 from tests.torch.programs import replicas as programs  # noqa: E402
 from tests.worlds import TORCH, processes, threads  # noqa: E402
 
@@ -43,8 +44,8 @@ def test_an_optimizer_checks_its_parameters_every_n_steps() -> None:
         model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
         for parameter in model.parameters():
             torch.nn.init.constant_(parameter, 0.5)
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(),
-                                             _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(),
+                                       runtime=runtime)
         for turn in range(10):
             optimizer.zero_grad()
             model(torch.ones(1, 4)).sum().backward()
@@ -68,7 +69,7 @@ def layouts(**config: Any) -> list[list[tuple[str, ...]]]:
     """Train with hooks that come in another order on each rank; return the buckets' members as every rank knows them."""
     def step(runtime: Runtime) -> list[tuple[str, ...]]:
         parameters = [torch.nn.Parameter(torch.ones(20)) for _ in range(6)]
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD(parameters, lr=0.1), runtime=runtime)
         order = parameters if runtime.world.rank == 0 else parameters[3:] + parameters[:3]
         for _ in range(4):
             optimizer.zero_grad()
@@ -93,8 +94,8 @@ def test_state_that_is_taken_over_keeps_its_strides() -> None:
     def step(runtime: Runtime) -> list[Any]:
         values = torch.linspace(-2, 2, 576).reshape(9, 64).to(torch.bfloat16)
         parameter = torch.nn.Parameter(values.t())
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([parameter], lr=0.05, momentum=0.9, weight_decay=0.01),
-                                             _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD([parameter], lr=0.05, momentum=0.9, weight_decay=0.01),
+                                       runtime=runtime)
 
         def train(steps: int) -> None:
             for _ in range(steps):
@@ -126,8 +127,8 @@ def trained(caplog: pytest.LogCaptureFixture, lines: Callable[[int, torch.nn.Mod
     def step(runtime: Runtime) -> None:
         model = models[runtime.world.rank]
         lines(runtime.world.rank, model)
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(),
-                                             _runtime=runtime, **arguments)
+        optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(),
+                                       runtime=runtime, **arguments)
         for turn in range(4):
             optimizer.zero_grad()
             model(torch.rand(3, 4) + runtime.world.rank + turn).sum().backward()

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite.training.gradients.errors import GradientOrderError  # noqa: E402
-from hvdlite_torch import DistributedOptimizer  # noqa: E402
+from hvdlite_torch.optimizer.distributed_optimizer import wrap_optimizer  # noqa: E402
 from tests.torch.models import by_bucket, net, weights  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
@@ -22,7 +22,7 @@ def test_an_optimizer_that_is_wrapped_after_a_join() -> None:
         losses = []
         for turn in range(2):
             parameter = torch.nn.Parameter(torch.ones(3))
-            optimizer = DistributedOptimizer(torch.optim.SGD([parameter], lr=0.1), _runtime=runtime)
+            optimizer = wrap_optimizer(torch.optim.SGD([parameter], lr=0.1), runtime=runtime)
             with optimizer.join():
                 for _ in range(5 + turn if runtime.world.rank == 0 else 6):
                     optimizer.zero_grad()
@@ -40,7 +40,7 @@ def test_zeros_are_no_gradients_of_the_scripts_in_a_join(writes: str) -> None:
     """They would make a second round in each step, to which ranks that have joined cannot contribute."""
     def step(runtime: Runtime) -> list[float]:
         parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
-        optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD(parameters, lr=0.1), runtime=runtime)
         with optimizer.join():
             for turn in range(4 + 2 * runtime.world.rank):
                 if writes == "clipped zeros":
@@ -62,7 +62,7 @@ def test_zeros_that_one_rank_writes_are_all_ranks_average() -> None:
     """Else the others' steps would use what was averaged before."""
     def step(runtime: Runtime) -> list[float]:
         kept, used = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
-        optimizer = DistributedOptimizer(torch.optim.SGD([kept, used], lr=0.1), _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD([kept, used], lr=0.1), runtime=runtime)
         (kept + used).sum().backward()
         optimizer.step()
         for _ in range(2):
@@ -81,7 +81,7 @@ def test_joins_of_several_optimizers_take_all_parameters_from_the_rank_that_miss
     def step(runtime: Runtime) -> list[tuple[Any, ...]]:
         found = []
         a, b, c = (torch.nn.Parameter(torch.ones(1)) for _ in range(3))
-        one, two, three = (DistributedOptimizer(torch.optim.SGD([each], lr=0.1), _runtime=runtime) for each in (a, b, c))
+        one, two, three = (wrap_optimizer(torch.optim.SGD([each], lr=0.1), runtime=runtime) for each in (a, b, c))
         for turn in range(8):
             with one.join() as outer, two.join() as middle, three.join() as inner:
                 for _ in range(2 if runtime.world.rank == turn % 2 else 1):
@@ -119,7 +119,7 @@ def test_a_closure_that_clears_by_hand_what_only_one_rank_computes(owned: int, w
         return [parameter.detach() for parameter in parameters]
 
     ranks = threads(2, lambda runtime: train(
-        runtime.world.rank, lambda optimizer: DistributedOptimizer(optimizer, _runtime=runtime, wait_in=wait_in)))
+        runtime.world.rank, lambda optimizer: wrap_optimizer(optimizer, runtime=runtime, wait_in=wait_in)))
     for each in ranks:
         torch.testing.assert_close(each, train(-1, lambda optimizer: optimizer))
 
@@ -130,7 +130,7 @@ def test_a_rank_without_a_backward_after_a_step_that_was_skipped(wait_in: str, c
     """Zeroed gradients begin anew: the rank takes part in the next round although it has had one since the last step."""
     def step(runtime: Runtime) -> list[torch.Tensor]:
         model = net()
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime, wait_in=wait_in)
+        optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), runtime=runtime, wait_in=wait_in)
         for turn in range(9):
             optimizer.zero_grad(set_to_none=cleared)
             if turn % 3 != 1 or runtime.world.rank == 0:
@@ -156,7 +156,7 @@ def test_sparse_gradients_of_a_single_row_and_of_none(zeroed: bool) -> None:
     """Zeroed ones have no rows."""
     def step(runtime: Runtime) -> list[torch.Tensor]:
         table = torch.nn.Embedding.from_pretrained(torch.ones(5, 3), freeze=False, sparse=True)
-        optimizer = DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.5), _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD(table.parameters(), lr=0.5), runtime=runtime)
         for turn in range(4):
             if turn != 3:
                 optimizer.zero_grad(set_to_none=not zeroed)
@@ -175,7 +175,7 @@ def test_a_reduced_gradient_that_nobody_cleared_is_not_reduced_again(learned: bo
     """In a bucket as alone: neither where all ranks lack it, nor where another rank adds to it."""
     def step(runtime: Runtime) -> list[float]:
         first, second = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
-        optimizer = DistributedOptimizer(torch.optim.SGD([first, second], lr=0.0), _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD([first, second], lr=0.0), runtime=runtime)
         for _ in range(6 if learned else 1):
             optimizer.zero_grad()
             ((first + second) * (runtime.world.rank + 1)).sum().backward()
@@ -193,8 +193,8 @@ def test_a_reduced_gradient_that_nobody_cleared_is_not_reduced_again(learned: bo
 def test_gradients_of_which_each_pass_computes_some_are_final_when_they_are_read(wait_in: str) -> None:
     def step(runtime: Runtime) -> list[float]:
         first, second = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
-        optimizer = DistributedOptimizer(torch.optim.SGD([first, second], lr=0.0), _runtime=runtime, wait_in=wait_in,
-                                         backward_passes_per_step=2)
+        optimizer = wrap_optimizer(torch.optim.SGD([first, second], lr=0.0), runtime=runtime, wait_in=wait_in,
+                                   backward_passes_per_step=2)
         (first * runtime.world.rank).sum().backward()
         (second * (runtime.world.rank + 2)).sum().backward()
         read = [float(parameter.grad[0]) for parameter in (first, second)]
@@ -207,7 +207,7 @@ def test_two_backward_passes_where_the_wait_for_the_first_was_deferred() -> None
     """The second one's gradients belong to a round of their own, which begins when the first is over."""
     def step(runtime: Runtime) -> list[torch.Tensor]:
         first, second = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
-        optimizer = DistributedOptimizer(torch.optim.SGD([first, second], lr=1.0), _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD([first, second], lr=1.0), runtime=runtime)
         for turn in range(6):
             optimizer.zero_grad()
             if turn == 0:
@@ -234,7 +234,7 @@ def test_a_step_that_calls_its_base_classs_counts_once() -> None:
     def step(runtime: Runtime) -> list[torch.Tensor]:
         model = net()
         kind = Outer if runtime.world.rank else torch.optim.Adam
-        optimizer = DistributedOptimizer(kind(model.parameters(), lr=0.01), _runtime=runtime)
+        optimizer = wrap_optimizer(kind(model.parameters(), lr=0.01), runtime=runtime)
         for number in range(4):
             optimizer.zero_grad()
             model(torch.full((2, 6), float(number + runtime.world.rank))).square().mean().backward()
@@ -252,8 +252,8 @@ def test_a_rank_whose_reduction_fails_makes_the_rounds_that_are_due(failing: int
     def step(runtime: Runtime) -> list[float]:
         rank, losses = runtime.world.rank, []
         p, q = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
-        optimizer = DistributedOptimizer(torch.optim.SGD([p, q], lr=0.1), _runtime=runtime, wait_in="step",
-                                         backward_passes_per_step=passes)
+        optimizer = wrap_optimizer(torch.optim.SGD([p, q], lr=0.1), runtime=runtime, wait_in="step",
+                                   backward_passes_per_step=passes)
 
         def computed(loss: Any) -> None:
             (loss * (rank + 1)).sum().backward()

@@ -15,7 +15,8 @@ from hvdlite.core.errors import MismatchError  # noqa: E402
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite.training.gradients.errors import GradientOrderError  # noqa: E402
-from hvdlite_torch import Compression, DistributedOptimizer, comm_hooks  # noqa: E402
+from hvdlite_torch import Compression, comm_hooks  # noqa: E402
+from hvdlite_torch.optimizer.distributed_optimizer import wrap_optimizer  # noqa: E402
 from tests.torch.models import by_bucket as by_bucket_of  # noqa: E402
 from tests.torch.models import net, reducer_of  # noqa: E402
 from tests.torch.one_process import Case, compare  # noqa: E402
@@ -159,7 +160,7 @@ def test_a_second_pass_after_a_wait_that_was_deferred() -> None:
     """Rank 0's first wait is deferred; its second pass comes while that round is under way, as does a third."""
     def step(runtime: Runtime) -> list[float]:
         a, b = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
-        optimizer = DistributedOptimizer(torch.optim.SGD([a, b], lr=1.0), _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD([a, b], lr=1.0), runtime=runtime)
         for turn in range(4):
             optimizer.zero_grad()
             if turn in (0, 3) and runtime.world.rank == 1:
@@ -184,7 +185,7 @@ def test_where_reducing_again_is_not_exact_a_second_pass_is_an_error(options: di
     def step(runtime: Runtime) -> None:
         own = {**options, "comm_hook": options["comm_hook"]()} if "comm_hook" in options else options
         model = net()
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime, **own)
+        optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), runtime=runtime, **own)
         for _ in range(4):
             optimizer.zero_grad()
             model(torch.ones(1, 6)).sum().backward()
@@ -199,7 +200,7 @@ def test_a_gradient_that_comes_after_the_round_in_which_other_ranks_had_it(op: R
     def step(runtime: Runtime) -> Any:
         rank = runtime.world.rank
         a, b, c = (torch.nn.Parameter(torch.zeros(1)) for _ in range(3))
-        optimizer = DistributedOptimizer(torch.optim.SGD([a, b, c], lr=1.0), _runtime=runtime, op=op)
+        optimizer = wrap_optimizer(torch.optim.SGD([a, b, c], lr=1.0), runtime=runtime, op=op)
         if rank == 1:
             runtime.barrier("early").wait()
             (a + b * 10).sum().backward()
@@ -222,7 +223,7 @@ def test_a_gradient_that_comes_after_the_round_in_which_other_ranks_had_it(op: R
 def test_different_numbers_of_passes_over_the_same_parameters_are_an_error_on_all_ranks(wait_in: str) -> None:
     def step(runtime: Runtime) -> None:
         model = net()
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime, wait_in=wait_in)
+        optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), runtime=runtime, wait_in=wait_in)
         with pytest.raises(MismatchError, match="number of optimizer steps"):
             for turn in range(5):
                 optimizer.zero_grad()
@@ -235,7 +236,7 @@ def test_different_numbers_of_passes_over_the_same_parameters_are_an_error_on_al
 def after_a_pass(runtime: Runtime, *, by_bucket: bool, **options: Any) -> tuple[Any, Any]:
     """Return a model and its optimizer after a backward pass, which is the first one unless buckets are to be learned."""
     model = net()
-    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime, **options)
+    optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), runtime=runtime, **options)
     for _ in range(4 if by_bucket else 0):
         optimizer.zero_grad()
         model(torch.ones(1, 6)).sum().backward()
@@ -266,7 +267,7 @@ def test_a_second_pass_is_an_error_while_ranks_have_joined() -> None:
     """Their reduced gradients would be missing."""
     def step(runtime: Runtime) -> None:
         model = net()
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), runtime=runtime)
         with optimizer.join():
             for turn in range(3 + 3 * (runtime.world.rank == 0)):
                 optimizer.zero_grad()
@@ -303,7 +304,7 @@ def test_a_thread_that_reads_gradients_while_the_optimizer_steps() -> None:
     """It waits for the round that it has found under way; the step begins no other one."""
     def step(runtime: Runtime) -> list[torch.Tensor]:
         model = net()
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime, wait_in="step")
+        optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), runtime=runtime, wait_in="step")
         for turn in range(12):
             optimizer.zero_grad()
             (model(torch.ones(1, 6)).sum() * (turn + runtime.world.rank)).backward()
@@ -328,7 +329,7 @@ def test_a_guard_ends_only_its_own_round() -> None:
     """Somebody who has found a round under way may come to wait for it when the next one is open."""
     def step(runtime: Runtime) -> list[float]:
         first, second = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
-        optimizer = DistributedOptimizer(torch.optim.SGD([first, second], lr=1.0), _runtime=runtime, wait_in="step")
+        optimizer = wrap_optimizer(torch.optim.SGD([first, second], lr=1.0), runtime=runtime, wait_in="step")
         reducer, found = reducer_of(optimizer), []
 
         def wait_late(_: Any) -> None:
@@ -349,7 +350,7 @@ def test_a_gradient_that_is_accumulated_into_while_it_is_reduced_adds_up() -> No
     """Which only somebody can do who hands gradients over himself. Nobody writes to what is being reduced."""
     def step(runtime: Runtime) -> None:
         layer = torch.nn.Linear(3, 3)
-        optimizer = DistributedOptimizer(torch.optim.SGD(layer.parameters(), lr=0.1), _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD(layer.parameters(), lr=0.1), runtime=runtime)
         layer.weight.grad = torch.ones(3, 3)
         reducer = reducer_of(optimizer)
         reducer.accumulated(layer.weight)

@@ -12,6 +12,8 @@ import hvdlite_torch as hvd  # noqa: E402
 from hvdlite import api  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch.collectives import broadcasts  # noqa: E402
+from hvdlite_torch.optimizer.distributed_optimizer import wrap_optimizer  # noqa: E402
+from tests.torch.mirroring import strategy_on  # noqa: E402
 from tests.torch.models import net  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
@@ -69,7 +71,7 @@ def test_state_keeps_its_dtypes_when_it_is_broadcast() -> None:
             train(model, optimizer, 3)
         broadcasts.take_over(runtime, optimizer, 0)
         taken = [tensor.clone() for tensor in tensors(model, optimizer)]
-        hvd.DistributedOptimizer(optimizer, _runtime=runtime)
+        wrap_optimizer(optimizer, runtime=runtime)
         train(model, optimizer, 2, runtime.world.rank)
         return [*taken, *tensors(model, optimizer), optimizer.param_groups[0]["scale"]]
     check_equal(threads(3, step))
@@ -79,7 +81,7 @@ def test_state_keeps_its_dtypes_when_it_is_broadcast() -> None:
 def test_state_keeps_its_dtypes_when_ranks_join(op: str) -> None:
     def step(runtime: Runtime) -> list[Any]:
         model = net().bfloat16()
-        optimizer = hvd.DistributedOptimizer(WideMoments(model.parameters()), op=getattr(hvd, op), _runtime=runtime)
+        optimizer = wrap_optimizer(WideMoments(model.parameters()), op=getattr(hvd, op), runtime=runtime)
         with optimizer.join():
             train(model, optimizer, 2 + runtime.world.rank, runtime.world.rank)
         return tensors(model, optimizer)
@@ -88,7 +90,7 @@ def test_state_keeps_its_dtypes_when_ranks_join(op: str) -> None:
 
 def test_state_keeps_its_dtypes_in_a_scope() -> None:
     def step(runtime: Runtime) -> list[Any]:
-        strategy = hvd.MirroredStrategy(_runtime=runtime)
+        strategy = strategy_on(runtime)
         with strategy.scope():
             model = net().bfloat16()
             optimizer = WideMoments(model.parameters())
@@ -127,7 +129,7 @@ def test_the_buffers_of_a_model_come_from_the_last_rank_too() -> None:
         for given in (True, False):
             model = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.BatchNorm1d(4))
             head = torch.nn.Linear(4, 1).requires_grad_(False)
-            optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), _runtime=runtime)
+            optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), runtime=runtime)
             with optimizer.join(*(model, head) if given else ()) as joined:
                 for number in range(2 + runtime.world.rank):
                     optimizer.zero_grad()

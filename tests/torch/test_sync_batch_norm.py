@@ -19,6 +19,7 @@ import hvdlite_torch as hvd
 from hvdlite import api
 from hvdlite.runtime.runtime import Runtime
 from hvdlite_torch.gradients.weights import GradientWeight
+from hvdlite_torch.optimizer.distributed_optimizer import wrap_optimizer
 from tests.torch.programs import sync_batch_norm as programs
 from tests.worlds import TORCH, processes, threads
 
@@ -253,7 +254,7 @@ def test_two_optimizers_with_weights(on_ranks: Callable[..., None]) -> None:
 
     def step(rank: int) -> None:
         got = train([rank], hvd.SyncBatchNorm.convert_sync_batchnorm,
-                    lambda plain: hvd.DistributedOptimizer(plain, _runtime=api.runtime()))
+                    lambda plain: wrap_optimizer(plain, runtime=api.runtime()))
         for own, wanted in zip(got, expected, strict=True):
             torch.testing.assert_close(own, wanted, rtol=1e-10, atol=1e-10)
     on_ranks(step)

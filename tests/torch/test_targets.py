@@ -9,7 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite_torch import Compression, DistributedOptimizer  # noqa: E402
+from hvdlite_torch import Compression  # noqa: E402
+from hvdlite_torch.optimizer.distributed_optimizer import wrap_optimizer  # noqa: E402
 from tests.torch.models import by_bucket, net, reducer_of, settle, wrapped  # noqa: E402
 from tests.torch.one_process import Case, compare  # noqa: E402
 from tests.worlds import threads  # noqa: E402
@@ -97,7 +98,7 @@ def test_a_large_gradient_in_the_scripts_own_memory() -> None:
     def step(runtime: Runtime) -> None:
         parameters = [torch.nn.Parameter(torch.zeros(100, 100)) for _ in range(3)]
         kept = parameters[0].grad = torch.zeros(100, 100)
-        optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=0.0), _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD(parameters, lr=0.0), runtime=runtime)
         for turn in range(1, TURNS):
             kept.zero_()
             parameters[1].grad = None
@@ -114,7 +115,7 @@ def test_a_gradient_that_nobody_else_uses_becomes_a_view_although_it_was_written
     """By accumulation, in either place where gradients are handed over: alone, and with the others of a bucket."""
     def step(runtime: Runtime) -> None:
         parameters = [torch.nn.Parameter(torch.zeros(size, size)) for _ in range(3)]
-        optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=0.0), _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD(parameters, lr=0.0), runtime=runtime)
         for turn in range(TURNS):
             optimizer.zero_grad()
             for passes in range(2):
@@ -132,7 +133,7 @@ def test_of_small_gradients_that_autograd_has_copied_only_those_that_the_script_
     """Autograd writes to the copies that it makes of a sum's gradients; users of all small ones are counted together."""
     def step(runtime: Runtime) -> None:
         parameters, kept = [torch.nn.Parameter(torch.zeros(4)) for _ in range(3)], list[Any]()
-        optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=0.0), _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD(parameters, lr=0.0), runtime=runtime)
         parameters[1].register_post_accumulate_grad_hook(lambda parameter: kept.append(parameter.grad))
         for turn in range(TURNS):
             optimizer.zero_grad()
@@ -169,8 +170,8 @@ def test_passes_add_up_after_gradients_were_kept() -> None:
         head = torch.nn.Linear(8, 2)
         for parameter in [*layers.parameters(), *head.parameters()]:
             torch.nn.init.constant_(parameter, 0.1)
-        optimizer = DistributedOptimizer(torch.optim.SGD([*layers.parameters(), *head.parameters()], lr=0.01),
-                                         _runtime=runtime, wait_in="step")
+        optimizer = wrap_optimizer(torch.optim.SGD([*layers.parameters(), *head.parameters()], lr=0.01),
+                                   runtime=runtime, wait_in="step")
         kept = []
         for turn, passes in enumerate([[(0,), (1, 2)], [(1, 2), (0, 2)], *[[(0, 1), (1, 2)]] * 3]):
             optimizer.zero_grad()

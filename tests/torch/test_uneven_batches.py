@@ -11,7 +11,15 @@ torch = pytest.importorskip("torch")
 
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch import MirroredStrategy, SyncBatchNorm  # noqa: E402
-from tests.torch.mirroring import Net, dataset, equal_one_process, registry_of, shards, weights  # noqa: E402
+from tests.torch.mirroring import (  # noqa: E402
+    Net,
+    dataset,
+    equal_one_process,
+    registry_of,
+    shards,
+    strategy_on,
+    weights,
+)
 from tests.worlds import threads  # noqa: E402
 
 mse = torch.nn.functional.mse_loss
@@ -144,7 +152,7 @@ def test_parameters_become_trainable_while_a_batch_is_uneven(change: Any) -> Non
 def test_a_lazy_module_that_is_not_used_mirrors_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     def step(runtime: Runtime) -> None:
         mirrored, index = [], -1
-        strategy = MirroredStrategy(sync_batch_norm=True, _runtime=runtime)
+        strategy = strategy_on(runtime, sync_batch_norm=True)
         send = registry_of(strategy)._mirror_tensors  # it has no effect that can be seen, except its cost
         monkeypatch.setattr(registry_of(strategy), "_mirror_tensors", lambda: (mirrored.append(index), send()))
         with strategy.scope():
@@ -167,7 +175,7 @@ def test_a_lazy_module_that_is_not_used_mirrors_nothing_anew(monkeypatch: pytest
 
 def test_a_rank_without_a_batch_joins_in_a_scope() -> None:
     def step(runtime: Runtime) -> list[Any]:
-        strategy = MirroredStrategy(_runtime=runtime)
+        strategy = strategy_on(runtime)
         with strategy.scope():
             model = Net(seed=runtime.world.rank)
             optimizer = torch.optim.Adam(model.parameters())
@@ -184,7 +192,7 @@ def test_a_rank_without_a_batch_joins_in_a_scope() -> None:
 
 def test_what_autograd_grad_returns_is_not_weighted() -> None:
     def step(runtime: Runtime) -> None:
-        strategy = MirroredStrategy(_runtime=runtime)
+        strategy = strategy_on(runtime)
         with strategy.scope():
             model = torch.nn.Linear(1, 1, bias=False)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -18,7 +18,13 @@ import hvdlite_torch as hvd  # noqa: E402
 from hvdlite import api  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite_torch.gradients.weights import weighted_later  # noqa: E402
-from tests.torch.mirroring import Net, assert_close, dataset, weights  # noqa: E402
+from tests.torch.mirroring import (  # noqa: E402
+    Net,
+    assert_close,
+    dataset,
+    strategy_on,
+    weights,
+)
 from tests.worlds import threads  # noqa: E402
 
 BATCHES = [tuple(tensor.double() for tensor in dataset(rows)[:]) for rows in (7, 5, 8, 3)]
@@ -142,7 +148,7 @@ def on_ranks(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Any], Any]]
     def run(step: Callable[[Any], Any]) -> list[Any]:
         def with_runtime(runtime: Runtime) -> Any:
             current.runtime = runtime
-            return step(hvd.MirroredStrategy(_runtime=runtime))
+            return step(strategy_on(runtime))
         return threads(2, with_runtime)
     return run
 
@@ -254,7 +260,7 @@ def test_where_the_weight_is_not_known_there_is_an_error(on_ranks: Any) -> None:
 
 def test_each_strategy_has_its_own_weight(on_ranks: Any) -> None:
     def step(strategy: Any) -> tuple[float, float]:
-        strategies, models, optimizers = (strategy, hvd.MirroredStrategy(_runtime=api.runtime())), [], []
+        strategies, models, optimizers = (strategy, strategy_on(api.runtime())), [], []
         for each in strategies:
             with each.scope():
                 models.append(torch.nn.Linear(1, 1, bias=False))

@@ -15,7 +15,8 @@ from hvdlite.core.errors import MismatchError  # noqa: E402
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite.training.gradients.errors import GradientOrderError  # noqa: E402
-from hvdlite_torch import DistributedOptimizer, comm_hooks  # noqa: E402
+from hvdlite_torch import comm_hooks  # noqa: E402
+from hvdlite_torch.optimizer.distributed_optimizer import wrap_optimizer  # noqa: E402
 from tests.torch.models import net, reducer_of, share, train, weights  # noqa: E402
 from tests.torch.programs import waiting as programs  # noqa: E402
 from tests.worlds import TORCH, processes, threads  # noqa: E402
@@ -32,8 +33,8 @@ def parameter(length: int = 4) -> Any:
 def wrapped(runtime: Runtime, *parameters: Any, wait_in: str | None = None) -> Any:
     """Return an optimizer of these parameters; `wait_in` is one of `ALL`."""
     wait_in, _, hook = (wait_in or "").partition(", ")
-    return DistributedOptimizer(torch.optim.SGD(parameters, lr=0.1), _runtime=runtime, wait_in=wait_in or None,
-                                comm_hook=HOOKS[hook]() if hook else None)
+    return wrap_optimizer(torch.optim.SGD(parameters, lr=0.1), runtime=runtime, wait_in=wait_in or None,
+                          comm_hook=HOOKS[hook]() if hook else None)
 
 
 def mean(runtime: Runtime, value: float) -> float:
@@ -257,8 +258,8 @@ def test_both_contracts_give_the_same_bits(wait_in: str) -> None:
     def step(runtime: Runtime) -> list[Any]:
         torch.manual_seed(0)
         model = net()
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), _runtime=runtime,
-                                         wait_in=wait_in)
+        optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), runtime=runtime,
+                                   wait_in=wait_in)
         generator = torch.Generator().manual_seed(11)
         for turn in range(8):
             x, y = torch.randn(12, 6, generator=generator), torch.randn(12, 3, generator=generator)

@@ -15,7 +15,8 @@ torch = pytest.importorskip("torch")
 from hvdlite.core.errors import UnsupportedError  # noqa: E402
 from hvdlite.core.process_set import ProcessSet  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite_torch import Compression, DistributedOptimizer  # noqa: E402
+from hvdlite_torch import Compression  # noqa: E402
+from hvdlite_torch.optimizer.distributed_optimizer import wrap_optimizer  # noqa: E402
 from tests.torch.models import by_bucket, net, weights  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
@@ -206,7 +207,7 @@ def compare(turn: Turn, *, size: int = 2, passes: int = 1, make: Callable[[Any],
         return weights(own) + [value.detach().clone() for value in state if isinstance(value, torch.Tensor)]
 
     def step(runtime: Runtime) -> list[Any]:
-        return run(runtime.world.rank, lambda plain: DistributedOptimizer(plain, _runtime=runtime, **options))
+        return run(runtime.world.rank, lambda plain: wrap_optimizer(plain, runtime=runtime, **options))
     expected, (first, *others) = run(None, lambda plain: plain), threads(size, step)
     for other in others:
         assert all(torch.equal(one, two) for one, two in zip(first, other, strict=True)), "the ranks differ"
@@ -264,7 +265,7 @@ def test_in_learned_buckets(groups: Any) -> None:
 
 def _learned(runtime: Runtime) -> bool:
     model = net()
-    optimizer = DistributedOptimizer(sgd(model), _runtime=runtime)
+    optimizer = wrap_optimizer(sgd(model), runtime=runtime)
     for _ in range(5):
         optimizer.set_weight(runtime.world.rank + 1)
         model(torch.ones(2, 6)).sum().backward()
@@ -277,7 +278,7 @@ def test_equal_weights_give_the_bits_that_there_are_without() -> None:
         found = []
         for weight in (None, 64):
             model = net()
-            optimizer = DistributedOptimizer(sgd(model), _runtime=runtime)
+            optimizer = wrap_optimizer(sgd(model), runtime=runtime)
             for turn in range(6):
                 if weight:
                     optimizer.set_weight(weight)
@@ -301,7 +302,7 @@ def test_join_and_the_next_epoch() -> None:
 
     def step(runtime: Runtime) -> list[Any]:
         model, rank = net().double(), runtime.world.rank
-        optimizer = DistributedOptimizer(sgd(model), _runtime=runtime)
+        optimizer = wrap_optimizer(sgd(model), runtime=runtime)
         for epoch in range(epochs):
             with optimizer.join():
                 for turn in range(lengths[rank]):
@@ -329,7 +330,7 @@ def test_in_a_process_set() -> None:
     def step(runtime: Runtime) -> list[Any]:
         own, pair = net().double(), ProcessSet([0, 1])
         pair.process_set_id = runtime.add_process_set([0, 1]).wait()
-        optimizer = DistributedOptimizer(sgd(own), _runtime=runtime, process_set=pair)
+        optimizer = wrap_optimizer(sgd(own), runtime=runtime, process_set=pair)
         side = Side(runtime.world.rank, 2, 1, optimizer, own)
         if runtime.world.rank == 2:
             with pytest.raises(UnsupportedError, match="this rank trains alone"):

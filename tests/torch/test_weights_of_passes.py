@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 from hvdlite.core.errors import MismatchError  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite_torch import DistributedOptimizer  # noqa: E402
+from hvdlite_torch.optimizer.distributed_optimizer import wrap_optimizer  # noqa: E402
 from tests.elastic_jobs import ElasticJob  # noqa: E402
 from tests.torch.programs import elastic_weights  # noqa: E402
 from tests.worlds import TORCH, threads  # noqa: E402
@@ -24,7 +24,7 @@ def test_a_rank_whose_pass_reaches_no_parameter_counts(other: bool, wait_in: str
     def step(runtime: Runtime) -> list[float]:
         rank, found = runtime.world.rank, []
         shared, expert = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
-        optimizers = [DistributedOptimizer(torch.optim.SGD([each], lr=0.0), _runtime=runtime, wait_in=wait_in)
+        optimizers = [wrap_optimizer(torch.optim.SGD([each], lr=0.0), runtime=runtime, wait_in=wait_in)
                       for each in (shared, expert)]
         for turn in range(4):
             for optimizer in optimizers:
@@ -55,8 +55,8 @@ def test_passes_that_reach_no_parameter_of_a_step_with_several(passes: int, reac
     def step(runtime: Runtime) -> list[float]:
         rank, found = runtime.world.rank, []
         parameters = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
-        optimizers = [DistributedOptimizer(torch.optim.SGD([each], lr=0.0), _runtime=runtime,
-                                           backward_passes_per_step=passes) for each in parameters]
+        optimizers = [wrap_optimizer(torch.optim.SGD([each], lr=0.0), runtime=runtime,
+                                     backward_passes_per_step=passes) for each in parameters]
         for _ in range(3):
             for optimizer in optimizers:
                 optimizer.zero_grad()
@@ -82,8 +82,8 @@ def test_join_between_the_passes_of_a_step(kind: str) -> None:
     """What has accumulated is multiplied for the unit that is found anew."""
     def step(runtime: Runtime) -> list[float]:
         rank, found, (parameter, other) = runtime.world.rank, [], (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
-        optimizer = DistributedOptimizer(torch.optim.SGD([parameter, other], lr=0.0), _runtime=runtime,
-                                         backward_passes_per_step=1 if kind in ("no_sync", "reduced") else 2)
+        optimizer = wrap_optimizer(torch.optim.SGD([parameter, other], lr=0.0), runtime=runtime,
+                                   backward_passes_per_step=1 if kind in ("no_sync", "reduced") else 2)
 
         def turn(number: int) -> None:
             optimizer.set_weight(count(rank, number))
@@ -124,7 +124,7 @@ def test_join_between_the_passes_of_a_step(kind: str) -> None:
 def test_one_tensor_as_the_gradient_of_two_parameters() -> None:
     def step(runtime: Runtime) -> list[float]:
         parameters, found = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)], []
-        optimizer = DistributedOptimizer(torch.optim.SGD(parameters, lr=0.0), _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD(parameters, lr=0.0), runtime=runtime)
         for _ in range(3):
             optimizer.zero_grad()
             optimizer.set_weight((1, 3)[runtime.world.rank])
@@ -141,7 +141,7 @@ def test_a_gradient_that_is_set_of_a_parameter_that_has_thawed() -> None:
     def step(runtime: Runtime) -> list[float]:
         rank, frozen = runtime.world.rank, torch.nn.Parameter(torch.ones(2), requires_grad=False)
         other = torch.nn.Parameter(torch.ones(2))
-        optimizer = DistributedOptimizer(torch.optim.SGD([frozen, other], lr=0.0), _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD([frozen, other], lr=0.0), runtime=runtime)
         frozen.requires_grad_(True)
         optimizer.set_weight((1, 3)[rank])
         frozen.grad, other.grad = (torch.full((2,), float(rank)) for _ in range(2))
@@ -154,7 +154,7 @@ def test_a_gradient_that_is_set_of_a_parameter_that_has_thawed() -> None:
 def test_parameters_that_are_added_between_the_weight_and_the_pass() -> None:
     def step(runtime: Runtime) -> list[float]:
         parameters, found = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)], []
-        optimizer = DistributedOptimizer(torch.optim.SGD(parameters[:1], lr=0.0), _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD(parameters[:1], lr=0.0), runtime=runtime)
         for turn in range(4):
             optimizer.zero_grad()
             optimizer.set_weight((1, 3)[runtime.world.rank])

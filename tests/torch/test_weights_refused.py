@@ -15,8 +15,10 @@ from hvdlite.core.errors import MismatchError, UnsupportedError  # noqa: E402
 from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
 from hvdlite.training.gradients.errors import GradientOrderError  # noqa: E402
-from hvdlite_torch import DistributedOptimizer, MirroredStrategy, comm_hooks  # noqa: E402
+from hvdlite_torch import comm_hooks  # noqa: E402
 from hvdlite_torch.elastic import body_loader  # noqa: E402
+from hvdlite_torch.optimizer.distributed_optimizer import wrap_optimizer  # noqa: E402
+from tests.torch.mirroring import strategy_on  # noqa: E402
 from tests.torch.models import net, weights  # noqa: E402
 from tests.worlds import threads  # noqa: E402
 
@@ -33,7 +35,7 @@ def test_a_rank_that_forgets_it(ever: bool, first: int, wait_in: str) -> None:
     """All ranks get an error that names it, and go on."""
     def step(runtime: Runtime) -> tuple[str, list[Any], list[Any]]:
         rank, model = runtime.world.rank, net()
-        optimizer = DistributedOptimizer(sgd(model), _runtime=runtime, wait_in=wait_in)
+        optimizer = wrap_optimizer(sgd(model), runtime=runtime, wait_in=wait_in)
 
         def turn(weight: int | None) -> None:
             optimizer.zero_grad()
@@ -66,7 +68,7 @@ def test_a_rank_that_forgets_it(ever: bool, first: int, wait_in: str) -> None:
 def test_all_ranks_forget_it() -> None:
     def step(runtime: Runtime) -> None:
         model = net()
-        optimizer = DistributedOptimizer(sgd(model), _runtime=runtime)
+        optimizer = wrap_optimizer(sgd(model), runtime=runtime)
         optimizer.set_weight(2)
         model(torch.ones(2, 6)).sum().backward()
         optimizer.step()
@@ -79,7 +81,7 @@ def test_all_ranks_forget_it() -> None:
 def test_what_is_refused() -> None:
     def step(runtime: Runtime) -> None:
         def made(**options: Any) -> Any:
-            return DistributedOptimizer(sgd(net()), _runtime=runtime, **options)
+            return wrap_optimizer(sgd(net()), runtime=runtime, **options)
         for options, reason in [({"op": ReduceOp.SUM}, "needs op=Average, not Sum"),
                                 ({"op": ReduceOp.ADASUM}, "needs op=Average, not Adasum"),
                                 ({"comm_hook": comm_hooks.PowerSGD()}, "cannot be used with comm_hook")]:
@@ -90,20 +92,20 @@ def test_what_is_refused() -> None:
             with pytest.raises(ValueError, match=f"rank {runtime.world.rank}: the weight .* not {weight!r}"):
                 optimizer.set_weight(weight)
         model = net()
-        one, other = (DistributedOptimizer(sgd(model), _runtime=runtime) for _ in range(2))
+        one, other = (wrap_optimizer(sgd(model), runtime=runtime) for _ in range(2))
         with pytest.raises(UnsupportedError, match="of whose parameters another one reduces"):
             one.set_weight(1)
         other.set_weight(1)
         lazy = torch.nn.LazyLinear(3)
         with pytest.raises(UnsupportedError, match="before lazy parameters have got their shapes"):
-            DistributedOptimizer(sgd(lazy), _runtime=runtime).set_weight(1)
+            wrap_optimizer(sgd(lazy), runtime=runtime).set_weight(1)
     threads(2, step)
 
 
 def test_a_first_weight_in_the_middle_of_a_step() -> None:
     def step(runtime: Runtime) -> None:
         model = net()
-        optimizer = DistributedOptimizer(sgd(model), _runtime=runtime, backward_passes_per_step=2)
+        optimizer = wrap_optimizer(sgd(model), runtime=runtime, backward_passes_per_step=2)
         model(torch.ones(2, 6)).sum().backward()
         with pytest.raises(GradientOrderError, match="comes too late"):
             optimizer.set_weight(3)
@@ -115,7 +117,7 @@ def test_a_first_weight_in_the_middle_of_a_step() -> None:
 def test_a_second_pass_onto_weighted_gradients() -> None:
     def step(runtime: Runtime) -> None:
         model = net()
-        optimizer = DistributedOptimizer(sgd(model), _runtime=runtime)
+        optimizer = wrap_optimizer(sgd(model), runtime=runtime)
         for weight in (2, 3):
             optimizer.set_weight(weight)
             if weight == 3:
@@ -129,7 +131,7 @@ def test_a_second_pass_onto_weighted_gradients() -> None:
 def test_a_warning_once_where_nobody_counts_anything(caplog: pytest.LogCaptureFixture) -> None:
     def step(runtime: Runtime) -> None:
         model = net()
-        optimizer = DistributedOptimizer(sgd(model), _runtime=runtime)
+        optimizer = wrap_optimizer(sgd(model), runtime=runtime)
         for _ in range(3):
             optimizer.zero_grad()
             optimizer.set_weight(0)
@@ -143,12 +145,12 @@ def test_a_warning_once_where_nobody_counts_anything(caplog: pytest.LogCaptureFi
 
 def test_a_strategy_and_a_loop_that_weigh_ranks_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     def step(runtime: Runtime) -> None:
-        strategy = MirroredStrategy(_runtime=runtime)
+        strategy = strategy_on(runtime)
         with strategy.scope():
             scoped = sgd(net())
         with pytest.raises(UnsupportedError, match="set_weight is for optimizers outside of a scope"):
             scoped.set_weight(1)
-        optimizer = DistributedOptimizer(sgd(net()), _runtime=runtime)
+        optimizer = wrap_optimizer(sgd(net()), runtime=runtime)
         monkeypatch.setattr(body_loader.api, "runtime", lambda: runtime)
         weight = body_loader._Weight(SimpleNamespace(_handlers={"": SimpleNamespace(value=optimizer)}))
         weight.set(0.5)

@@ -19,10 +19,12 @@ from hvdlite.core.types import ReduceOp  # noqa: E402
 from hvdlite.runtime.assemble import Learned  # noqa: E402
 from hvdlite.runtime.followers import Followers  # noqa: E402
 from hvdlite.runtime.runtime import Runtime  # noqa: E402
-from hvdlite_torch import DistributedOptimizer, MirroredStrategy, comm_hooks  # noqa: E402
+from hvdlite_torch import DistributedOptimizer, comm_hooks  # noqa: E402
 from hvdlite_torch.elastic.handlers import ScalerStateHandler  # noqa: E402
+from hvdlite_torch.optimizer.distributed_optimizer import wrap_optimizer  # noqa: E402
 from tests.elastic_jobs import ElasticJob  # noqa: E402
 from tests.raising import raises  # noqa: E402
+from tests.torch.mirroring import strategy_on  # noqa: E402
 from tests.torch.models import by_bucket, net, weights  # noqa: E402
 from tests.torch.programs import worlds as programs  # noqa: E402
 from tests.worlds import TORCH, processes, threads  # noqa: E402
@@ -36,7 +38,7 @@ def sgd(model: Any) -> Any:
 
 
 def wrap(plain: Any, runtime: Runtime | None, **options: Any) -> Any:
-    return DistributedOptimizer(plain, _runtime=runtime, **options)
+    return DistributedOptimizer(plain, **options) if runtime is None else wrap_optimizer(plain, runtime=runtime, **options)
 
 
 def loss(model: Any, rank: int, turn: int) -> Any:
@@ -328,7 +330,7 @@ def test_a_scaler_forgets_a_step_that_failed() -> None:
 
 def test_strategies_are_of_one_world(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "is_elastic", lambda: True)
-    raises(UnsupportedError, "hvd.elastic.run", lambda: threads(1, lambda runtime: MirroredStrategy(_runtime=runtime)))
+    raises(UnsupportedError, "hvd.elastic.run", lambda: threads(1, lambda runtime: strategy_on(runtime)))
 
 
 @pytest.mark.parametrize("worlds", [5, pytest.param(50, marks=pytest.mark.long)])

@@ -155,7 +155,11 @@ class State:
             self._bcast_object = bcast_object
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], object]]) -> None:
-        """Add functions to call in each new world before the state is synchronised, to scale a learning rate for example."""
+        """Add functions to call in each new world before the state is synchronised, to scale a learning rate for example.
+
+        Args:
+            callbacks: functions without parameters.
+        """
         self._reset_callbacks = (*self._reset_callbacks, *callbacks)
 
     def on_reset(self) -> None:

@@ -50,6 +50,9 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
     The decorated function returns what the function returns, when it has returned on all ranks.
 
+    Args:
+        func: takes a state first, and any further arguments.
+
     Raises:
         TypeError: when the first argument is not a state.
         UnsupportedError: inside a function that `run` decorates.

@@ -173,9 +173,14 @@ class LaunchableStrategy:
         self.devices = count
 
     def launch(self, main: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        """Call `main` on `devices` new ranks and return the result of rank 0; see `hvdlite.run`.
+        """Call `main` on `devices` new ranks and return the result of rank 0, like `hvdlite.run`.
 
         Calls `main` in this process if a launcher has started it, or if there is no number of devices.
+
+        Args:
+            main: a function of the training.
+            args: its arguments.
+            kwargs: likewise.
         """
         if self.devices in (None, 1) or api.runtime().world.size > 1:
             return main(*args, **(kwargs or {}))

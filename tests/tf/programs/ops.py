@@ -71,7 +71,7 @@ def _every_collective(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) 
     assert gradient(lambda x: hvd.broadcast(x, 0) * weight * (rank + 1)) == [[1.5, 3, 4.5, 6], [0] * 4][rank]
     assert gradient(lambda x: hvd.reducescatter(x, op=hvd.Sum) * (rank + 1.0)) == [2, 2, 4, 4]
     assert gradient(lambda x: hvd.alltoall(x) * (rank + 1.0)) == [1, 1, 2, 2]
-    exact = {"horovod_gradient": False}
+    exact: dict[str, Any] = {"horovod_gradient": False}
     assert gradient(lambda x: hvd.grouped_allgather([x], **exact)[0] * (rank + 1.0)) == [3, 3, 3, 3]
     assert gradient(lambda x: hvd.broadcast(x, 0, **exact) * (rank + 1.0)) == [[3] * 4, [0] * 4][rank]
     assert gradient(lambda x: hvd.grouped_reducescatter([x], op=hvd.Sum, **exact)[0] * (rank + 1.0)) == [1, 1, 2, 2]

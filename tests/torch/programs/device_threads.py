@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hvdlite.core.config import Config
 from hvdlite.runtime.runtime import Runtime
-from hvdlite_torch import DistributedOptimizer
+from hvdlite_torch.optimizer.distributed_optimizer import wrap_optimizer
 from tests import worlds
 from tests.rank_threads import assemble_threads
 from tests.torch.device_thread import OnDevice, install_device, on_device
@@ -57,7 +57,7 @@ def checkpoints(gpus: Any) -> None:
                 on_device(model)
                 model[0].weight.register_post_accumulate_grad_hook(
                     lambda _, hooked=hooked: hooked.append(isinstance(threading.current_thread(), threading._DummyThread)))
-            optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, foreach=False), _runtime=runtime)
+            optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1, foreach=False), runtime=runtime)
             reference = torch.optim.SGD(plain.parameters(), lr=0.1, foreach=False)
             for turn in range(6):
                 for each in (optimizer, reference):
@@ -91,7 +91,7 @@ def interrupt(gpus: Any) -> None:
         if rank == 0:
             on_device(model)
             model.weight.register_post_accumulate_grad_hook(lambda _: computed.set())
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0, foreach=False), _runtime=runtime)
+        optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=1.0, foreach=False), runtime=runtime)
         loss = model((OnDevice if rank == 0 else torch.clone)(torch.full((1, 3), rank + 1.0))).sum()
         if rank == 1:
             assert interrupted.wait(worlds.HANGS_SECONDS)
