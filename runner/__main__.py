@@ -1,5 +1,5 @@
-"""The command `hvdrun`: until the job begins, Ctrl-C ends it without a traceback, also while modules are imported, and
-SIGUSR1 and SIGUSR2 do nothing.
+"""The command `hvdrun`: from `main` on until the job begins, Ctrl-C ends it without a traceback, also while modules are
+imported, and SIGUSR1 and SIGUSR2 do nothing. While Python itself starts, signals do what they do to any Python.
 """
 
 import signal

@@ -19,26 +19,19 @@ from pathlib import Path
 
 from hvdlite.core.config import Config, environment_name, file_knobs, timeout_or_inf
 from hvdlite.core.errors import ConfigError, LaunchError
+from hvdlite.core.launch_contract import COORDINATES, TORCH_COORDINATES
 from hvdlite.core.own_programs import module_command
 from hvdlite.core.system_limits import reserve_descriptors
 from hvdlite.core.texts import printable
 from hvdlite.membership.events import Limits
 from hvdlite_runner import mpirun, placement
 from hvdlite_runner.agents.remote_agent import Shell
-from hvdlite_runner.host.commands import CommandError, check_input, current_directory, resolve_command
+from hvdlite_runner.foreign_options import HOROVOD_FLAGS, MEANINGLESS_FLAGS
+from hvdlite_runner.host.commands import CommandError, check_input, current_directory, is_python, resolve_command
 from hvdlite_runner.host.polled_program import discover_once
 from hvdlite_runner.job.loop import run_job
 from hvdlite_runner.job.settings import JobSettings
-from hvdlite_runner.options import (
-    ELASTIC_ONLY,
-    HOROVOD_FLAGS,
-    MEANINGLESS_FLAGS,
-    USAGE_ERROR,
-    elastic_limits,
-    is_elastic,
-    misplaced,
-    parser,
-)
+from hvdlite_runner.options import ELASTIC_ONLY, USAGE_ERROR, elastic_limits, is_elastic, misplaced, parser
 from hvdlite_runner.output.console import OutputSettings
 from hvdlite_runner.output.job_output import Observers, ProgressObserver
 from hvdlite_runner.output.streams import prepare_standard_streams
@@ -91,7 +84,7 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         raise LaunchError("--until compares runs: give --sweep too, such as --sweep batch-size=64,128, or --scaling 1,2,4")
     if sum([options.scaling is not None, options.sweep is not None, options.profile]) > 1:
         raise LaunchError("give only one of --scaling, --sweep and --profile")
-    placement.check_is_alone(environ, _command(options))
+    placement.check_is_alone(environ, _command(options), options.np)
     compares = options.scaling is not None or options.sweep is not None
     if (options.record or options.metrics) and (compares or options.profile or (options.mpi and not is_elastic(options))):
         raise LaunchError("--record and --metrics are about one job whose ranks hvdrun starts itself: leave out --scaling, "
@@ -112,8 +105,6 @@ def _run(options: argparse.Namespace, environ: Mapping[str, str]) -> int:
         code = run_job(settings, environ, observer)
     finally:
         observer.closed(code)
-    if code == USAGE_ERROR and (hint := misplaced(settings.command)):  # what argparse gives a script that does not know it
-        print(f"hvdrun: {hint}", file=sys.stderr)
     return code
 
 
@@ -254,6 +245,13 @@ def _command(options: argparse.Namespace) -> list[str]:
     if not command:
         raise LaunchError("there is no command to run; for example: hvdrun -np 2 python train.py")
     if options.is_module:
+        if command[0].endswith(".py"):
+            name = command[0][:-len(".py")].removeprefix("./").replace("/", ".")
+            raise LaunchError(f"-m {command[0]}: -m takes the name of a module, -m {name}; or run the file: python "
+                              f"{command[0]}")
+        if is_python(command[0]):
+            raise LaunchError(f"-m {command[0]}: -m takes the name of a module, and hvdrun starts Python itself; leave "
+                              f"{command[0]} out")
         return [sys.executable, "-m", *command]
     if not options.mpi and (is_elastic(options) or not options.stdin):  # mpirun gives rank 0 the input by itself
         check_input(command)
@@ -272,7 +270,7 @@ def _hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[lis
     hosts: list[Host] = []
     program = options.remote_shell
     if options.hosts:
-        hosts = placement.parse_hosts(options.hosts)
+        hosts = placement.parse_hosts(",".join(options.hosts))
     elif options.hostfile:
         hosts = placement.parse_hostfile(_read(options.hostfile), options.hostfile)
     elif options.host_discovery_script and options.doctor:
@@ -283,6 +281,10 @@ def _hosts(options: argparse.Namespace, environ: Mapping[str, str]) -> tuple[lis
         program = program or (allocation.shell if allocation.shell != "srun" or shutil.which("srun") else "ssh")
     if options.nproc_per_node is not None:
         hosts = [Host(host.name, options.nproc_per_node) for host in hosts] or [Host(LOCAL, options.nproc_per_node)]
+        count = sum(host.slots for host in hosts)
+        if options.np is not None and options.np < count and not is_elastic(options):
+            raise LaunchError(f"-np {options.np} is less than the {count} ranks that --nproc-per-node "
+                              f"{options.nproc_per_node} starts: leave one of them out")
     shell = Shell(program or "ssh", options.ssh_port, options.ssh_identity_file, tuple(shlex.split(options.ssh_args)),
                   options.remote_python,
                   timeout_or_inf(Config.from_environment({**environ, **knob_environment(options)}).agent_timeout))
@@ -313,7 +315,11 @@ def _environment(options: argparse.Namespace, environ: Mapping[str, str]) -> dic
     settings = knob_environment(options)
     for word in options.variables:
         name, equals, value = word.partition("=")
-        if not name or (not equals and name not in environ):
+        if name.split() != [name]:
+            raise LaunchError(f"-x {shlex.quote(word)}: {name!r} is not the name of a variable")
+        if name in TORCH_COORDINATES or name.replace("HOROVOD_", "HVDLITE_") in COORDINATES:
+            raise LaunchError(f"-x {word}: hvdrun gives each rank its own {name}; leave it out")
+        if not equals and name not in environ:
             raise LaunchError(f"-x {word}: no variable {name!r} is set here; give its value too, -x VAR=VALUE")
         settings[name] = value if equals else environ[name]
     Config.from_environment({**environ, **settings})

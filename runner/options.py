@@ -15,38 +15,16 @@ from hvdlite.core.config import MOST_SECONDS, Config, timeout_or_inf
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import MEMBER
 from hvdlite.membership.events import Limits
+from hvdlite_runner.foreign_options import HOROVOD_FLAGS, MEANINGLESS_FLAGS, OTHER_LAUNCHERS
 from hvdlite_runner.host.polled_program import discover_once
 from hvdlite_runner.placement import LOCAL, MOST_SLOTS, Host
 
 USAGE_ERROR: Final = 2
-HOROVOD_FLAGS: Final = {
-    "fusion-threshold-mb": ("fusion_threshold", "MB"), "timeline-filename": ("timeline", "FILE"),
-    "stall-check-warning-time-seconds": ("stall_check_time_seconds", "S"),
-    "no-stall-check": ("stall_check_time_seconds", ""),
-    "stall-check-shutdown-time-seconds": ("stall_shutdown_time_seconds", "S"),
-    "autotune-bayes-opt-max-samples": ("autotune_max_samples", "N"), "gloo-timeout-seconds": ("gloo_timeout", "S"),
-}
-"""Horovod's flags for knobs that have other names here."""
-_PLANE: Final = "the plane chooses the algorithm"
-MEANINGLESS_FLAGS: Final = {
-    "cycle-time-ms": ("MS", "hvdlite does not work in cycles"),
-    "cache-capacity": ("N", "hvdlite has no response cache"),
-    "hierarchical-allreduce": ("", _PLANE), "no-hierarchical-allreduce": ("", _PLANE),
-    "hierarchical-allgather": ("", _PLANE), "no-hierarchical-allgather": ("", _PLANE),
-    "torus-allreduce": ("", _PLANE), "no-torus-allreduce": ("", _PLANE),
-    "stall-check": ("", "the stall check is on by default"), "disable-cache": ("", "nothing is cached between jobs"),
-    "num-nccl-streams": ("N", "NCCL needs one stream"),
-    "autotune-gaussian-process-noise": ("X", "autotune has no such process"),
-    "mpi-threads-disable": ("", "only one thread calls MPI"), "no-mpi-threads-disable": ("", "this is the default"),
-    "thread-affinity": ("CORE", "use --bind"),
-    "log-with-timestamp": ("", "this is the default"), "no-log-hide-timestamp": ("", "this is the default"),
-    "log-without-timestamp": ("", "use --log-hide-time"), "log-hide-timestamp": ("", "use --log-hide-time"),
-    "tcp": ("", "it applies to Spectrum MPI only"), "jsrun": ("", "start the script with jsrun instead of hvdrun"),
-}
-"""Horovod's flags that are accepted without effect, with the reason."""
 _COOLDOWN: Final = (10.0, 600.0)
 """Seconds: when a failed slot is used again for the first time, and how long the wait becomes at most."""
 _NEVER: Final = (math.inf, math.inf)
+_SIMILAR: Final = 0.8
+"""The least similarity, of at most 1, of an unknown option to one that it may be a misspelling of."""
 ELASTIC_ONLY: Final = ("slots_per_host", "preemption_script", "elastic_timeout", "reset_limit", "failures_without_progress",
                        "blacklist", "blacklist_cooldown_range")
 """Options that have an effect in elastic jobs only."""
@@ -97,9 +75,12 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         unknown = [word.partition("=")[0] for word in message.partition("unrecognized arguments: ")[2].split()]
-        near = difflib.get_close_matches(unknown[0], self._option_string_actions, n=1) if unknown else []
-        hint = f"; did you mean {near[0]}?" if near else "; see hvdrun --help"
-        print(f"hvdrun: {message}{hint}", file=sys.stderr)
+        hint = "see hvdrun --help"
+        if unknown:
+            near = difflib.get_close_matches(unknown[0], self._option_string_actions, n=1, cutoff=_SIMILAR)
+            hint = OTHER_LAUNCHERS.get(unknown[0].lstrip("-").replace("_", "-")) or (
+                f"did you mean {near[0]}?" if near else "if it is the script's, put it after the script; see hvdrun --help")
+        print(f"hvdrun: {message}; {hint}", file=sys.stderr)
         raise SystemExit(USAGE_ERROR)
 
 
@@ -111,9 +92,9 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("-h", "--help", action="version", version=SHORT_HELP, help="show the options that most jobs need")
     result.add_argument("--help-all", "--help-knobs", action="help", help="show all options, and the knobs of the runtime")
     result.add_argument("-v", "--version", action="version", version=__version__, help="show the version")
-    result.add_argument("-np", "-n", "--np", "--num-proc", dest="np", type=_positive, metavar="N",
+    result.add_argument("-np", "-n", "--np", "--num-proc", dest="np", type=_ranks, metavar="N",
                         help="number of ranks (default: the number of slots)")
-    result.add_argument("--nproc-per-node", "--nproc_per_node", type=_positive, metavar="N", help="number of ranks on each "
+    result.add_argument("--nproc-per-node", "--nproc_per_node", type=_per_node, metavar="N", help="number of ranks on each "
                         "host, as in torchrun; -H needs no slots then")
     result.add_argument("-m", dest="is_module", action="store_true", help="the command is a module, as in torchrun: "
                         "hvdrun -np 2 -m package.train; it is run by the Python of hvdrun")
@@ -184,8 +165,8 @@ def _add_instead(group: argparse._ArgumentGroup) -> None:
 
 def _add_hosts(group: argparse._ArgumentGroup) -> None:
     which = group.add_mutually_exclusive_group()
-    which.add_argument("-H", "--hosts", "--host", metavar="HOST:SLOTS,...", help="hosts and their slots, filled in "
-                       "order; IPv6: [address]:slots")
+    which.add_argument("-H", "--hosts", "--host", action="append", metavar="HOST:SLOTS,...", help="hosts and their slots, "
+                       "filled in order; IPv6: [address]:slots")
     which.add_argument("-hostfile", "--hostfile", metavar="FILE", help="read hosts from a file, one per line: host slots=4")
     which.add_argument("--host-discovery-script", metavar="PROGRAM", help="run a program every second and read "
                        "hosts from its output, one per line: host:4 (elastic)")
@@ -302,6 +283,16 @@ def _positive(text: str) -> int:
     if value > MOST_SLOTS:
         raise argparse.ArgumentTypeError(f"the number must be at most {MOST_SLOTS:,}")
     return value
+
+
+def _ranks(text: str) -> int:
+    return _positive(text.removeprefix("p"))  # -np4, which argparse reads as -n p4
+
+
+def _per_node(text: str) -> int:
+    if text in ("auto", "cpu", "gpu"):
+        raise argparse.ArgumentTypeError(f"hvdrun does not count cores or GPUs: give their number instead of {text!r}")
+    return _positive(text)
 
 
 def _count(text: str) -> int:

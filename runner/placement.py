@@ -61,7 +61,7 @@ def parse_hostfile(text: str, path: str) -> list[Host]:
         if not words:
             continue
         slots = [word.partition("=")[2] for word in words[1:] if word.startswith("slots=")]
-        unknown = [word for word in words[1:] if not word.startswith(("slots=", "max_slots=", "max-slots="))]
+        unknown = [word for word in words[1:] if not re.fullmatch(r"(max[_-])?slots=\d+", word)]
         try:
             if unknown:
                 raise LaunchError(f"{unknown[0]!r} is not slots=N")
@@ -85,7 +85,7 @@ def merged(hosts: Iterable[Host]) -> list[Host]:
 def _host(text: str) -> Host:
     name, slots = parse_host(text)
     if slots == 0:
-        raise LaunchError(f"{text!r} has no slots")
+        raise LaunchError(f"{name} has no slots")
     return Host(name, 1 if slots is None else slots)
 
 
@@ -164,26 +164,29 @@ def cores_for(rank: int, size: int, cores: list[int]) -> list[int]:
     return cores[rank * share:(rank + 1) * share] if share else [cores[rank % len(cores)]]
 
 
-def check_is_alone(environ: Mapping[str, str], command: Sequence[str]) -> None:
+def check_is_alone(environ: Mapping[str, str], command: Sequence[str], np: int | None = None) -> None:
     """Refuse a job that would be started in each of several tasks: all would train, and write the same files.
 
     A rank that has joined its own job may start others.
 
     Args:
         command: of the job.
+        np: the number of its ranks, if the user has given one.
 
     Raises:
         LaunchError: with the command that starts one job.
     """
     words = shlex.join(command)
     for launcher, rank, size, instead in (
-            ("hvdrun", contract.RANK, contract.SIZE, f"hvdrun -np {environ.get(contract.SIZE)} {words}"),
+            ("hvdrun", contract.RANK, contract.SIZE, ""),
             ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS",
-             f"hvdrun {words} in the script of sbatch or the shell of salloc, or srun {words} without hvdrun. "
+             f" in the script of sbatch or the shell of salloc, or srun {words} without hvdrun. "
              "A shell of srun --pty has one task with srun -n1 --pty")):
         if rank in environ and environ.get(size, "1") != "1" and not (launcher == "hvdrun" and contract.JOINED in environ):
             raise LaunchError(f"{launcher} runs this hvdrun {environ[size]} times, here as number {environ[rank]}, and each "
-                              f"would start a training of its own. Run one: {instead}. If you want them all, unset {size}")
+                              "would start a training of its own. Run one: "
+                              f"hvdrun -np {np or environ[size]} {words}{instead}. If you want them all, or "
+                              f"{rank} and {size} are left over from another job, unset {size}")
 
 
 def format_ranks(ranks: Iterable[int]) -> str:

@@ -23,7 +23,7 @@ from hvdlite.core.ledger import Ledger
 from hvdlite.diagnostics.slowness import Slowness, diagnose
 from hvdlite.negotiation.agreement import named_ranks
 from hvdlite.negotiation.messages import GpuProgress, RankStatus
-from hvdlite.negotiation.stalls import Stall
+from hvdlite.negotiation.stalls import NO_STALL, Stall
 
 _log = logging.getLogger("hvdlite")
 
@@ -47,7 +47,9 @@ class CallHistory:
         self._count = 0
 
     def add(self, name: str) -> None:
-        """This rank has called a collective."""
+        """This rank has called a collective; those that a rank may leave out are not recorded."""
+        if name.endswith(NO_STALL):
+            return
         self._recent.append(name)
         self._count = next(self._numbers)
 

@@ -167,4 +167,4 @@ def needs_left_rank(request: Request, members: Sequence[int], left: Collection[i
     """Explain that a rank of the process set has left the job."""
     needed = "all ranks" if len(members) == size else f"ranks {list(members)}"
     return (f"'{request.name}' needs {needed}, but {named_ranks(sorted(set(left).intersection(members)))} left the job "
-            "normally (script ended, or shutdown() called)")
+            f"normally (script ended, or shutdown() called). Call it on {needed}, the same number of times")

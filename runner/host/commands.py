@@ -40,7 +40,7 @@ def resolve_command(command: Sequence[str], path: str | None) -> list[str]:
     program = command[0]
     if shutil.which(program, path=path) is None:
         if not os.path.exists(program):
-            raise CommandError(f"{program!r}: no such command", NOT_FOUND)
+            raise CommandError(_missing(program, path), NOT_FOUND)
         if os.path.isdir(program):
             raise CommandError(f"{program!r} is a directory", NOT_EXECUTABLE)
         if not os.access(program, os.X_OK):
@@ -50,8 +50,19 @@ def resolve_command(command: Sequence[str], path: str | None) -> list[str]:
         program = os.path.join(os.curdir, program)
     script = _script(command)
     if script is not None and not Path(script).exists():
-        raise CommandError(f"the script {script!r} does not exist (in {current_directory()})", NOT_FOUND)
+        raise CommandError(_missing(script, path), NOT_FOUND)
     return [program, *command[1:]]
+
+
+def _missing(program: str, path: str | None) -> str:
+    """Return a message about a program or script that does not exist."""
+    if re.match(r"[A-Za-z_]\w*=", program):
+        return f"{program!r} is not a command: give -x once for each variable, -x {program}"
+    if shutil.which(program.partition(" ")[0], path=path) is not None:
+        return f"{program!r}: no such command; do not quote a command with its arguments: {program}"
+    if program.endswith(".py"):
+        return f"the script {program!r} does not exist (in {current_directory()})"
+    return f"{program!r}: no such command"
 
 
 def to_bytes(words: Sequence[str]) -> list[bytes]:
@@ -69,14 +80,19 @@ def refused(command: Sequence[str], error: OSError) -> CommandError:
     if isinstance(error, FileNotFoundError):  # the file exists (it was looked up), but its interpreter does not
         return CommandError(f"cannot start {command[0]!r}: the interpreter on its first line does not exist", NOT_FOUND)
     hint = "; does its first line name an interpreter (#!/bin/sh)?" if error.errno == errno.ENOEXEC else ""
+    hint = f"; start it with python: python {command[0]}" if hint and command[0].endswith(".py") else hint
     return CommandError(f"cannot start {command[0]!r}: {error.strerror}{hint}", NOT_EXECUTABLE)
+
+
+def is_python(program: str) -> bool:
+    """Return whether a program is a Python interpreter, by its name."""
+    return re.fullmatch(r"python[0-9.]*", Path(program).name) is not None
 
 
 def _script(command: Sequence[str]) -> str | None:
     """Return the script of a plain `python script.py ...`, or None."""
-    if not Path(command[0]).name.startswith("python") or len(command) < 2:
-        return None
-    return command[1] if command[1].endswith(".py") and not command[1].startswith("-") else None
+    is_plain = is_python(command[0]) and len(command) > 1 and not command[1].startswith("-")
+    return command[1] if is_plain and command[1].endswith(".py") else None
 
 
 def check_input(command: Sequence[str]) -> None:
@@ -95,7 +111,7 @@ def _reads_standard_input(command: Sequence[str]) -> bool:
     if Path(command[0]).name == "env":
         rest = list(itertools.dropwhile(lambda word: "=" in word, command[1:]))
         return bool(rest) and _reads_standard_input(rest)
-    if not re.fullmatch(r"python[0-9.]*", Path(command[0]).name):
+    if not is_python(command[0]):
         return False
     words = iter(command[1:])
     for word in words:

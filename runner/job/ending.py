@@ -181,24 +181,28 @@ class Cause:
     exit: Exit
     record: FailureRecord | None
     consequences: tuple[int, ...]
-    alike: tuple[int, ...] = ()  # other ranks that have printed the same traceback
-    others: tuple[FailureRecord, ...] = ()  # of ranks that failed by themselves, too
+    alike: tuple[int, ...] = ()  # other ranks that have printed the same traceback, or none and have the same exit code
+    others: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)  # keys, by reason: failed by themselves
 
     def with_tracebacks(self, exits: Sequence[Exit], records: Mapping[int, FailureRecord],
                         tracebacks: Mapping[int, str]) -> Cause:
-        """Return this with what ranks have printed: those that failed before `init()` have written no record.
-
-        Args:
-            tracebacks: the last text on a rank's standard error, where it is one.
+        """Return this with `tracebacks`, the last text on a rank's standard error, where it is one: ranks that failed before
+        `init()` have written no record.
         """
         printed = {each.key: tracebacks[each.key] for each in exits if each.code in (1, 2) and each.key in tracebacks}
         own = printed.get(self.exit.key)
         record = self.record or (None if own is None else printed_record(self.exit.key, own))
-        alike = tuple(key for key in self.consequences if own is not None and printed.get(key) == own)
-        others = tuple(other for key in self.consequences if key in printed and key not in alike and key not in records
-                       and (other := printed_record(key, printed[key])) is not None)
-        rest = tuple(key for key in self.consequences if key not in alike and key not in {each.rank for each in others})
-        return Cause(self.exit, record, rest, alike, others)
+        alike: list[int] = []
+        others: dict[str, list[int]] = {}
+        for key, end in sorted((each.key, each) for each in exits if each.key in self.consequences):
+            error = None if key in records else printed_record(key, printed.get(key, ""))
+            by_itself = key not in records and not end.ended_by_us
+            if printed.get(key) == own and (own is not None or (by_itself and not record and end.code == self.exit.code)):
+                alike.append(key)
+            elif error is not None or by_itself:
+                others.setdefault(str(end) if error is None else f"{error.kind}: {error.message}", []).append(key)
+        named = {*alike, *(key for keys in others.values() for key in keys)}
+        return Cause(self.exit, record, tuple(sorted({*self.consequences} - named)), tuple(alike), others)
 
     def describe(self, name: str = "", *, repeats: bool = False) -> list[str]:
         """Return the lines that report this failure to the user.
@@ -219,7 +223,8 @@ class Cause:
                 lines += rest_of_message(self.record.message)
         else:
             lines = [f"{who}: {self.exit}"]
-        lines += [f"rank {each.rank} failed too: {each.kind}: {each.message}" for each in self.others]
+        lines += [f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)} failed too: {reason}"
+                  for reason, ranks in self.others.items()]
         if self.consequences:
             ranks = ", ".join(map(str, self.consequences))
             lines.append(f"{'rank' if len(self.consequences) == 1 else 'ranks'} {ranks} ended as a consequence")
@@ -265,12 +270,14 @@ class Verdict:
         lines: for the user.
         key: of the process that failed first; -1 for none in particular.
         reason: of the failure; "" if there was none.
+        others: the keys of processes that failed by themselves, too.
     """
 
     code: int
     lines: Sequence[str] = ()
     key: int = -1
     reason: str = ""
+    others: Sequence[int] = ()
 
 
 def verdict_on_signal(ending: Ending, exits: Sequence[Exit], rank_of: Callable[[int], int] = int) -> Verdict | None:
@@ -293,7 +300,7 @@ def verdict_on_signal(ending: Ending, exits: Sequence[Exit], rank_of: Callable[[
 
 def verdict(end: EndJob | None, exits: Sequence[Exit], records: Mapping[int, FailureRecord], *,
             lost: Sequence[str] = (), problem: str = "", name: Callable[[int], str] = lambda key: "", worlds: int = 1,
-            one_world: bool = True, repeats: bool = False, tracebacks: Mapping[int, str] | None = None) -> Verdict:
+            one_world: bool = True, tracebacks: Mapping[int, str] | None = None) -> Verdict:
     """Return how a job has ended that no signal of the user has ended. The first that applies:
 
     | what has happened | code |
@@ -311,7 +318,6 @@ def verdict(end: EndJob | None, exits: Sequence[Exit], records: Mapping[int, Fai
         problem: why results could not be kept.
         name: returns how a process is called, by its key; default: by its rank.
         worlds: how many there were.
-        repeats: whether a traceback that the rank has printed is printed again.
         tracebacks: see `Cause.with_tracebacks`.
     """
     assert end is not None
@@ -330,9 +336,9 @@ def verdict(end: EndJob | None, exits: Sequence[Exit], records: Mapping[int, Fai
         return Verdict(end.code, lines, -1, end.reason)
     cause = dataclasses.replace(cause, consequences=()) if went_on else (  # of other worlds, whose ranks were others
         cause.with_tracebacks(exits, records, tracebacks or {}))
-    described = cause.describe(name(cause.exit.key), repeats=repeats or went_on)
+    described = cause.describe(name(cause.exit.key), repeats=went_on)
     return Verdict(shell_code(cause.exit.code) if is_its_code else end.code, [*lines, *described],
-                   cause.exit.key, described[0])
+                   cause.exit.key, described[0], tuple(key for keys in cause.others.values() for key in keys))
 
 
 def _to_blame(end: EndJob, exits: Sequence[Exit], records: Mapping[int, FailureRecord]) -> list[Exit]:

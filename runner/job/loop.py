@@ -134,9 +134,9 @@ class Job:
         ended = verdict_on_signal(self.ending, self._processes.exits, self._processes.rank_of) or verdict(
             self._end, self._processes.exits, self._processes.records(), lost=self._lost, problem=self._task.problem,
             name=self._processes.name, worlds=self._authority.epoch, one_world=not self._is_elastic,
-            repeats=self._settings.output.show == "rank0", tracebacks=self._output.console.last_blocks)
-        if ended.key >= 0:
-            self._output.console.reveal(ended.key)
+            tracebacks=self._output.console.last_blocks)
+        for key in (ended.key, *ended.others):
+            self._output.console.reveal(key)
         for line in ended.lines:
             self._output.note(line, is_failure=True)
         if ended.reason:

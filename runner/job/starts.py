@@ -143,7 +143,7 @@ class Starts:
         what = ", ".join(f"{count} on {machine}" for machine, (count, _, _) in threads.items())
         if len(threads) == 1:
             count, cores, processes = next(iter(threads.values()))
-            what = f"{count} ({cores} cores for {processes} ranks)"
+            what = f"{count} (cores: {cores}, ranks: {processes})"
         self._note(f"OMP_NUM_THREADS={what}; set it yourself to change that")
 
 

@@ -165,8 +165,12 @@ class Console:
     def reveal(self, rank: int) -> None:
         """Write the last lines of a rank's hidden output."""
         for name in ("stdout", "stderr"):
+            stream = self._streams.get((rank, name))
+            if stream is not None and stream.block and not self._shown(rank, name):
+                self._close_block((rank, name), stream)
             for body in self._withheld.pop((rank, name), ()):
-                self._line(name, [rank], body)
+                for line in body.split("\n"):
+                    self._line(name, [rank], line)
 
     def flush_due(self) -> float | None:
         """Write lines that have waited long enough; return the seconds until the next call, None if none is needed."""
@@ -191,8 +195,15 @@ class Console:
         """Write a block, once for all ranks that have an equal one within `patience` seconds."""
         text, stream.block = _RANK.sub("", "\n".join(stream.block)), []
         self.last_blocks[key[0]] = text
-        if not (self.drops_interrupts and "KeyboardInterrupt" in text):
+        if self.drops_interrupts and "KeyboardInterrupt" in text:
+            return
+        if self._shown(*key):
             self._hold(*key, text, patience)
+        else:
+            self._withhold(key, text)
+
+    def _withhold(self, key: Key, text: str) -> None:
+        self._withheld.setdefault(key, deque(maxlen=WITHHELD)).append(text)
 
     def _take(self, key: Key, stream: _LineBuffer, end: str) -> None:
         """Show what has come of a line; `end` is its end, or "" when it goes on."""
@@ -207,18 +218,18 @@ class Console:
             return  # only a carriage return, before the bar's first text; or only the end of a line that was left
         if self.drops_interrupts and name == "stderr" and "KeyboardInterrupt" in body and not stream.block:
             return
-        if not self._shown(rank, name):
-            if end != "\r":
-                self._withheld.setdefault(key, deque(maxlen=WITHHELD)).append(body)
-        elif end == "\n" and not was_cut and (stream.block or (name == "stderr" and _FAILURE.fullmatch(body))):
+        is_shown = self._shown(rank, name)
+        if end == "\n" and not was_cut and (stream.block or (name == "stderr" and _FAILURE.fullmatch(body))):
             stream.block_until = stream.block_until if stream.block else self._clock() + BLOCK_SECONDS / 2
             stream.block.append(body)
-        elif self.fold > 1 and end == "\n" and not was_cut:
+        elif is_shown and self.fold > 1 and end == "\n" and not was_cut:
             self._hold(rank, name, body)
         else:
             if stream.block:
                 self._close_block(key, stream)
                 self.last_blocks.pop(rank)  # the rank goes on
+            if not is_shown:
+                return self._withhold(key, body) if end != "\r" else None
             self._close_blocks(math.inf, if_complete=True)
             self._unfold(everything=True)
             self._emit(key, body, end, continues=was_cut and self._cursor_of == key)

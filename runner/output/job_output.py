@@ -200,7 +200,7 @@ class JobOutput:
             return bool(later_signal())
 
         is_written = self._streams.flush(patience, gives_up)
-        if not is_written:
+        if not is_written and self._streams.lost():
             self.note(f"the last {self._streams.lost():,} bytes of output were not read, and are lost", is_failure=True)
             self._streams.flush(READER_SECONDS_AFTER_SIGNAL, lambda: False)
         self._streams.close()

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -17,9 +18,10 @@ import pytest
 
 from hvdlite.core.errors import LaunchError
 from hvdlite.core.launch_contract import DIRECTORY_PREFIX, PROCESSES_FILE, REPORT_SOCKET
-from hvdlite.diagnostics.stall_report import RankState, StallReport, first_difference, location_in_dump
+from hvdlite.core.ledger import Ledger
+from hvdlite.diagnostics.stall_report import CallHistory, RankState, StallReport, first_difference, location_in_dump
 from hvdlite.negotiation.messages import RankStatus
-from hvdlite.negotiation.stalls import MessageStall, Stall
+from hvdlite.negotiation.stalls import NO_STALL, MessageStall, Stall
 from hvdlite_runner.cli import main
 from hvdlite_runner.reports.report import find_job
 from tests.bootstrap.other_user import as_other_user, needs_root, other_user, shared_by_all
@@ -60,6 +62,14 @@ def test_a_report_names_ranks_places_and_sequences_in_both_forms() -> None:
     assert data["diagnosis"] == [report.diagnosis(rank) for rank in (1, 2, 3)]
     assert data["ranks"]["2"]["last_collectives"] == ["w", "eval"] and not data["ranks"]["3"]["answered"]
     assert json.loads(json.dumps(data)) == data
+
+
+def test_collectives_that_a_rank_may_leave_out_are_not_among_its_last_ones() -> None:
+    history = CallHistory()
+    for name in ("a", "check" + NO_STALL, "b"):
+        history.add(name)
+    told = history.status(threading.get_ident(), (), (), Ledger())
+    assert told.recent == ("a", "b") and told.first_number == 1
 
 
 def test_ranks_that_are_alike_are_described_once() -> None:
@@ -214,6 +224,8 @@ def test_a_job_whose_ranks_have_not_met_is_told_as_such(tmp_path: Path, monkeypa
 def test_several_jobs_are_listed_with_their_ranks_and_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with subprocess.Popen(["sleep", "1000"]) as sleeper:
+        while not Path(f"/proc/{sleeper.pid}/cmdline").read_bytes():  # the program is being loaded
+            time.sleep(0.01)
         for pid in (sleeper.pid, 2**22 + 1):
             job = tmp_path / f"{DIRECTORY_PREFIX}{pid}-x"
             job.mkdir(mode=0o700)

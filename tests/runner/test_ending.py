@@ -165,7 +165,8 @@ def test_the_first_failure_is_named_with_its_consequences() -> None:
                             "rank 1 failed first: exit code 5")
     named = verdict(EndJob(5, "", 1), [Exit(1, 5)], {}, name=lambda key: f"rank {key} on b")
     assert lines(named) == ["rank 1 on b failed first: exit code 5"]
-    assert lines(verdict(EndJob(5, "", 1), [Exit(1, 5)], record(1), repeats=True))[1:] == ["Traceback:"]
+    several = verdict(EndJob(5, "", 1), [Exit(1, 5), Exit(0, 6), Exit(2, -15, ended_by_us=True)], {})
+    assert (several.key, several.others) == (1, (0,))
 
 
 def test_the_origin_is_named_of_an_elastic_job_whichever_end_is_seen_first() -> None:

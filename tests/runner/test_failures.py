@@ -80,8 +80,9 @@ def test_ranks_that_failed_alike_before_init_are_named_together_with_the_excepti
     told = cause.with_tracebacks(exits, {}, {0: same, 1: other, 2: same, 3: same, 4: same})
     assert told.describe() == ["ranks 0,2,4 failed alike: NotInitializedError: no (exit code 1)",
                                "rank 1 failed too: KeyError: 'x'", "rank 3 ended as a consequence"]
+    assert told.others == {"KeyError: 'x'": [1]}
     alone = cause.with_tracebacks(exits, {}, {1: other})
-    assert alone.describe()[0] == "rank 0 failed first: exit code 1", "it has printed none"
+    assert alone.describe()[0] == "ranks 0,2 failed alike: exit code 1", "they have printed none"
 
 
 @pytest.mark.parametrize(("text", "code", "reason"), [
@@ -97,6 +98,14 @@ def test_ranks_that_fail_alike_before_there_is_a_traceback_are_named_together(te
     assert told == [f"ranks 0-2 failed alike: {reason}"]
 
 
+def test_ranks_that_exit_by_themselves_are_no_consequence() -> None:
+    exits = [Exit(0, 3), Exit(1, 3), Exit(2, 5), Exit(3, 5), Exit(4, 3, ended_by_us=True), Exit(5, 1), Exit(6, 0)]
+    cause = root_cause(exits, {})
+    assert cause is not None
+    assert cause.with_tracebacks(exits, {5: record(5, 0, 1.0)}, {}).describe() == [
+        "ranks 0-1 failed alike: exit code 3", "ranks 2-3 failed too: exit code 5", "ranks 4, 5 ended as a consequence"]
+
+
 def test_an_exception_after_which_a_rank_has_written_more_is_not_the_cause() -> None:
     handled = ("Traceback (most recent call last):\n  File \"a.py\", line 1\nModuleNotFoundError: No module named 'torch'\n"
                "falling back\nno training data")
@@ -104,8 +113,8 @@ def test_an_exception_after_which_a_rank_has_written_more_is_not_the_cause() -> 
     cause = root_cause(exits, {})
     assert cause is not None
     assert cause.with_tracebacks(exits, {}, {0: handled}).describe() == ["rank 0 failed first: exit code 1",
-                                                                         "rank 1 ended as a consequence"]
-    assert cause.with_tracebacks(exits, {}, {1: handled}).others == ()
+                                                                         "rank 1 failed too: exit code 1"]
+    assert cause.with_tracebacks(exits, {}, {1: handled}).others == {"exit code 1": [1]}
 
 
 def test_a_message_of_several_lines_is_repeated_where_its_traceback_is_not() -> None:

@@ -115,7 +115,7 @@ def test_a_character_the_console_lacks_does_not_end_the_job() -> None:
 
 def test_a_command_that_dies_at_once() -> None:
     ended = hvdrun("-np", "2", PYTHON, "-c", "raise SystemExit(3)")
-    assert ended.returncode == 3 and "failed first: exit code 3" in ended.stderr
+    assert ended.returncode == 3 and "failed alike: exit code 3" in ended.stderr
 
 
 def test_threads_are_shared_out_and_that_is_said_once() -> None:

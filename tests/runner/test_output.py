@@ -59,6 +59,22 @@ def test_what_is_not_shown_can_be_revealed() -> None:
     assert screen.text.splitlines()[1:] == [f"[1]<stderr>:line {line}" for line in range(60, 100)]
 
 
+def test_a_traceback_that_is_not_shown_is_known_and_can_be_revealed() -> None:
+    screen = Screen(show="rank0")
+    text = TRACEBACK.format("ValueError: x\n" + "\n".join(f"  more {line}" for line in range(50)))
+    for rank in range(3):
+        screen.console.feed(rank, "stderr", b"before\n" + text.encode())
+    screen.console.feed(2, "stderr", b"0/3\r3/3\n")
+    screen.console.reveal(1)
+    assert screen.text.splitlines() == ["[0]<stderr>:before", "[1]<stderr>:before",
+                                        *(f"[1]<stderr>:{line}" for line in text.splitlines())]
+    assert screen.console.last_blocks == {1: text.strip()}
+    screen.console.reveal(2)
+    assert screen.text.splitlines()[-1] == "[2]<stderr>:3/3"
+    screen.console.finish()
+    assert screen.console.last_blocks == {0: text.strip(), 1: text.strip()}
+
+
 def test_characters_split_between_reads_survive_and_broken_ones_do_not_stop_us() -> None:
     screen = Screen()
     for byte in "é€\n".encode():

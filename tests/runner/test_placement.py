@@ -32,7 +32,8 @@ def test_hosts() -> None:
 def test_a_hostfile_in_everybodys_format() -> None:
     text = "# ours\na slots=2  # two\n\nb:3\nc\nfd00::2 slots=4 max_slots=8\na\n"
     assert parse_hostfile(text, "f") == [Host("a", 3), Host("b", 3), Host("c"), Host("fd00::2", 4)]
-    for text, told in (("a\nb slots=x", "f, line 2"), ("a cpu=2", "'cpu=2' is not slots=N"), ("# none", "names no host")):
+    for text, told in (("a\nb slots=x", "f, line 2: 'slots=x' is not slots=N"), ("a slots=0", "a has no slots"),
+                       ("a cpu=2", "'cpu=2' is not slots=N"), ("# none", "names no host")):
         with pytest.raises(LaunchError, match=re.escape(told)):
             parse_hostfile(text, "f")
 
@@ -70,14 +71,18 @@ def test_many_hosts_with_many_slots_are_placed_as_far_as_ranks_need_them() -> No
 
 
 @pytest.mark.parametrize(("environ", "instead"), [
-    ({"HVDLITE_RANK": "1", "HVDLITE_SIZE": "2"}, "Run one: hvdrun -np 2 python 'a b.py'"),
+    ({"HVDLITE_RANK": "1", "HVDLITE_SIZE": "2"}, "Run one: hvdrun -np 2 python 'a b.py'. If you want them all"),
+    ({"HVDLITE_RANK": "1", "HVDLITE_SIZE": "2"}, "or HVDLITE_RANK and HVDLITE_SIZE are left over from another job, unset"),
+    ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, "hvdrun -np 2 python 'a b.py' in the script of sbatch"),
     ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, "srun python 'a b.py' without hvdrun"),
-    ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, "one task with srun -n1 --pty. If you want them all, unset"),
+    ({"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, "one task with srun -n1 --pty. If you want them all, or"),
 ])
 def test_a_job_in_each_of_several_tasks_is_refused(environ: dict[str, str], instead: str) -> None:
     with pytest.raises(LaunchError, match=r"runs this hvdrun 2 times, here as number 1") as refused:
         check_is_alone(environ, ["python", "a b.py"])
     assert instead in str(refused.value)
+    with pytest.raises(LaunchError, match="hvdrun -np 7 python"):
+        check_is_alone(environ, ["python", "a b.py"], 7)
 
 
 @pytest.mark.parametrize("environ", [

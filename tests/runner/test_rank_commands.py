@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from pathlib import Path
 
 import pytest
 
 from hvdlite.core.world import World
-from hvdlite_runner.host.commands import CommandError, check_input, rank_environment, resolve_command
+from hvdlite_runner.host.commands import CommandError, check_input, rank_environment, refused, resolve_command
 
 PATH = f"/usr/bin:/bin:{Path(sys.executable).parent}"
 
@@ -30,11 +31,17 @@ def test_commands_that_cannot_start_say_what_to_type(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("pass")
     for command, code, told in ((["no-such-thing"], 127, "no such command"),
+                                (["missing.py"], 127, "the script 'missing.py' does not exist"),
+                                (["B=2", "python"], 127, "-x once for each variable, -x B=2"),
+                                (["python a.py"], 127, "do not quote a command with its arguments: python a.py"),
                                 ([str(tmp_path)], 126, "is a directory"),
                                 (["python3", "missing.py"], 127, "missing.py")):
         with pytest.raises(CommandError, match=told) as caught:
             resolve_command(command, PATH)
         assert caught.value.code == code and "\n" not in str(caught.value)
+    without_interpreter = OSError(errno.ENOEXEC, "Exec format error")
+    assert str(refused(["./a.py"], without_interpreter)).endswith("start it with python: python ./a.py")
+    assert str(refused(["./a"], without_interpreter)).endswith("name an interpreter (#!/bin/sh)?")
 
 
 def test_an_executable_script_is_run_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

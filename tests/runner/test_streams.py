@@ -193,6 +193,13 @@ def test_lost_lines_end_with_a_code_of_their_own_unless_the_job_failed(tmp_path:
     os.close(full)
 
 
+def test_a_wait_given_up_when_all_is_written_tells_of_no_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Streams, "flush", lambda *args: False)
+    with open(tmp_path / "shown", "wb") as shown:
+        assert job_output(None, shown.fileno(), shown.fileno()).close(3, 2, lambda: 0) == 3
+    assert (tmp_path / "shown").read_text() == ""
+
+
 def test_the_users_signal_ends_the_wait_for_a_reader(pipe: tuple[int, int], tmp_path: Path) -> None:
     shown = os.open(tmp_path / "shown", os.O_RDWR | os.O_CREAT)
     output = job_output(None, pipe[1], shown)
