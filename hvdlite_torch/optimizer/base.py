@@ -112,6 +112,8 @@ class DistributedBase(Learner):
     def _check_replicas(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A stage: compare the parameters of all ranks, in as many steps as the user wants."""
         if not self._active:
+            if self._is_attached:
+                self._runtime.progress.round()
             return
         self._steps += 1
         self._counted.count += 1

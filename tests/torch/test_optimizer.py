@@ -384,3 +384,16 @@ def test_groups_are_buckets_of_their_own(groups: Any) -> None:
         assert sorted(map(sorted, found[0])) == [["0.bias", "0.weight"], ["2.bias"], ["2.weight"]]
     else:
         assert {"0.weight", "2.bias"} in found[0]
+
+
+def test_steps_of_a_single_rank_count() -> None:
+    """For comparisons with several."""
+    def step(runtime: Any) -> int:
+        model = torch.nn.Linear(2, 1)
+        optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), runtime=runtime)
+        for _ in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        return runtime.progress.steps
+
+    assert threads(1, step) == [3]
