@@ -50,8 +50,8 @@ class Throughput:
         if not rates or not all(rates):
             steps = ", ".join(f"{reading.steps} on rank {rank}" for rank, reading in sorted(readings.items())) or "none"
             raise LaunchError(f"the script has made too few steps to compare ({steps}): it has to train for some seconds. "
-                              "Optimizers of hvdlite count steps, those for TensorFlow and Keras on several ranks only; on one "
-                              "rank, call hvd.record_step(len(batch)) after each step there")
+                              "Optimizers of hvdlite count steps, those for TensorFlow and Keras on several ranks only; on "
+                              "one rank, call hvd.record_step(len(batch)) after each step there")
         counted = all(reading.counts_samples for reading in readings.values())
         ledgers = [reading.ledger for reading in readings.values()]
         seconds = sum(ledger.seconds for ledger in ledgers) or 1.0
