@@ -45,7 +45,7 @@ def reference(match: re.Match[str]) -> str:
         paths = {name: path(value) for name, value in values.items() if not text}
         rows = [f"| {' '.join(f'`{name}`' for name in names)} | {text} |"] if text else [
             f"| [`{name.rpartition('.')[2]}`](#{anchor}) | {summary(values[name])} |" for name, anchor in paths.items()]
-        tables += [f"**{title}**", "", "| | |", "|---|---|", *rows, ""]
+        tables += [f"| {title} | |", "|---|---|", *rows, ""]
         details += [f"## {title}", "", *(f"::: {anchor}\n" for anchor in paths.values())] if paths else []
     return "\n".join([*tables, *details]) + "\n"
 

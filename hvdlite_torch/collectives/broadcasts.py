@@ -57,7 +57,7 @@ def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: i
 
 
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int, model: Any = None) -> None:
-    """Give every rank rank `root_rank`'s optimizer state and hyper-parameters.
+    """Give all ranks the optimizer state and hyper-parameters of rank `root_rank`.
 
     Works for every torch optimizer, stepped or not: the state's structure travels as an object and its tensors as tensors,
     so no step is taken to create it. Tensors keep their dtypes.
