@@ -12,7 +12,7 @@ from hvdlite.training.slowness import log_slowness
 from hvdlite_tf.keras.backends import with_errors_of_backend
 from hvdlite_tf.keras.broadcast import broadcast_variables, read_back
 from hvdlite_tf.keras.checkpoints import Checkpoint
-from hvdlite_tf.keras.outer import outer_in
+from hvdlite_tf.keras.outer import outers_of
 from hvdlite_tf.keras.stopping import StopTogetherCallback, averaged, refuse_uneven_steps
 from hvdlite_tf.keras.variable_mirror import optimizers_of
 
@@ -74,7 +74,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         variables = [*self.model.variables, *(variable for optimizer in optimizers for variable in optimizer.variables)]
         broadcast_variables([variable for variable in variables if id(variable) not in self._local], self.root_rank,
                             "keras.broadcast")
-        for optimizer in filter(None, map(outer_in, optimizers)):
+        for optimizer in outers_of(self.model):
             optimizer.hvdlite_exchanges.restart(optimizer.hvdlite_exchanges.of_root(self.root_rank))
 
 

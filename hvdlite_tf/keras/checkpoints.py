@@ -6,9 +6,12 @@
 from __future__ import annotations
 
 import os
+import warnings
+import zipfile
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
+import h5py
 import keras
 import numpy as np
 
@@ -28,6 +31,8 @@ __all__ = ["load", "load_model", "save"]
 
 _OUTER: Final = "hvdlite.outer"
 """The name of the state of an optimizer's exchanges between workers, after its variables."""
+_WEIGHTS: Final = "model.weights.h5"
+"""The name of the weights in a model that Keras has saved."""
 
 
 class KerasKind(kinds.Kind):
@@ -140,9 +145,25 @@ def load_model(filepath: Any, custom_optimizers: Any = None, custom_objects: dic
             "their gradients were summed (hvdlite's default) or averaged. Give load_model what DistributedOptimizer was "
             f"given: backward_passes_per_step={steps} for sums, with average_aggregated_gradients=True for averages; or "
             "backward_passes_per_step=1 when it was the optimizer's own gradient_accumulation_steps, which averages")
+    if _has_exchanges(filepath):
+        warnings.warn(f"'{filepath}' was saved with outer=, which load_model does not restore: gradients are averaged "
+                      "in each step. To go on with outer=, compile the model with hvd.DistributedOptimizer(..., outer=...), "
+                      "call optimizer.build(model.trainable_variables), and load the file with model.load_weights",
+                      stacklevel=2)
     DistributedOptimizer(optimizer, compression=compression, backward_passes_per_step=backward_passes_per_step or 1,
                          average_aggregated_gradients=average_aggregated_gradients)
     return model
+
+
+def _has_exchanges(filepath: Any) -> bool:
+    """Return whether a file of Keras has the state of exchanges, which a plain optimizer does not look for."""
+    if not zipfile.is_zipfile(filepath):
+        return False
+    with zipfile.ZipFile(filepath) as archive:
+        if _WEIGHTS not in archive.namelist():
+            return False
+        with archive.open(_WEIGHTS) as weights, h5py.File(weights) as file:
+            return bool(file.visit(lambda name: name.endswith("hvdlite_exchanges") or None))
 
 
 class Checkpoint(keras.callbacks.Callback):

@@ -25,7 +25,7 @@ from hvdlite_tf.keras import scope, step
 from hvdlite_tf.keras.backends import all_ranks_true
 from hvdlite_tf.keras.distributed_model import distribute_model
 from hvdlite_tf.keras.optimizer import distributed_in, is_distributed
-from hvdlite_tf.keras.outer import SynchronizeOuterCallback, outer_in
+from hvdlite_tf.keras.outer import SynchronizeOuterCallback, outer_in, outers_of
 from hvdlite_tf.keras.sharded import load_whole, save_whole
 
 _log = logging.getLogger("hvdlite")
@@ -95,7 +95,7 @@ def _making(original: Any) -> Any:
 
 def _setting(original: Any) -> Any:
     def set_model(self: Any, model: Any) -> None:
-        if outer_in(getattr(model, "optimizer", None)) is not None and not any(
+        if model is not None and outers_of(model) and not any(
                 isinstance(each, SynchronizeOuterCallback) for each in self.callbacks):
             self.callbacks.insert(0, SynchronizeOuterCallback(self.callbacks))
         original(self, model)

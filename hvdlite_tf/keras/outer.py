@@ -30,6 +30,7 @@ from hvdlite.training.replicas import digest
 from hvdlite_tf.keras.backends import call, cond, values_of, with_errors_of_backend
 from hvdlite_tf.keras.broadcast import array_of, broadcast_variables, read_back, values_of_root
 from hvdlite_tf.keras.optimizer import Distributed, distributed_in
+from hvdlite_tf.keras.variable_mirror import optimizers_of
 from hvdlite_tf.variables import is_random_state
 
 _PLAIN: Final = "plain"
@@ -66,7 +67,7 @@ class Exchanges(KerasSaveable):  # type: ignore[misc]
         """See `Follower`."""
         if runtime.world.epoch:
             raise UnsupportedError("outer= does not work in elastic jobs: leave out --min-np and --host-discovery-script")
-        self.label = runtime.names.label("keras.outer")
+        self.label = runtime.names.label("outer.keras")
         self.workers = agree_on_workers(runtime, self._settings, self.label)
         own, rank = register_worker(runtime, self.workers), runtime.world.rank
         self.process_set.ranks = list(range(runtime.world.size)) if own is None else own.ranks
@@ -163,16 +164,16 @@ class Exchanges(KerasSaveable):  # type: ignore[misc]
             for variable, array in zip(self.variables, self._arrays, strict=True):
                 variable.assign(array)
             self._arrays = []
-        arrays, runtime = list(map(array_of, buffers)), api.runtime()
-        digests = allgather_object(runtime, list(map(digest, arrays)), f"{self.label}.buffers") if arrays else []
+        arrays, runtime, name = list(map(array_of, buffers)), api.runtime(), f"{self.label}.synchronize_outer"
+        digests = allgather_object(runtime, list(map(digest, arrays)), f"{name}.buffers") if arrays else []
         different = [index for index, found in enumerate(zip(*digests, strict=True)) if len(set(found)) > 1]
         floats = [index for index in different if keras.backend.is_float_dtype(buffers[index].dtype)]
-        handles = [runtime.allreduce(f"{self.label}.buffer.{index}", arrays[index], arrays[index], ReduceOp.AVERAGE)
+        handles = [runtime.allreduce(f"{name}.{index}", arrays[index], arrays[index], ReduceOp.AVERAGE)
                    for index in floats]  # others are left alone: a sum of masks may overflow
         for index, handle in zip(floats, handles, strict=True):
             handle.wait()
             buffers[index].assign(arrays[index])
-        broadcast_variables([buffers[index] for index in different if index not in floats], 0, f"{self.label}.counts")
+        broadcast_variables([buffers[index] for index in different if index not in floats], 0, f"{name}.counts")
 
     def global_weights(self) -> list[tuple[str, Array]] | None:
         """Return the global values of each parameter, flat; None before the first step."""
@@ -197,7 +198,7 @@ class Exchanges(KerasSaveable):  # type: ignore[misc]
     def save_own_variables(self, store: Any) -> None:
         """Write this rank's state into a store of Keras."""
         state, arrays = self.saved(), dict[str, Array]()
-        if state is not None:
+        if self.workers:  # also before the first step: `load_model` looks for it
             plain = json.dumps(taken_apart("state", state, arrays))
             for name, array in {**arrays, _PLAIN: np.frombuffer(plain.encode(), np.uint8)}.items():
                 store[name] = array
@@ -300,33 +301,42 @@ def outer_in(optimizer: Any) -> WithOuter | None:
     return found if issubclass(type(found), WithOuter) and found.hvdlite_exchanges.workers else None
 
 
+def outers_of(model: Any) -> list[WithOuter]:
+    """Return those of a model's optimizers that have several workers."""
+    return [outer for each in optimizers_of(model) if (outer := outer_in(each)) is not None]
+
+
 _SAVING: Final = tuple(getattr(keras.callbacks, name) for name in ("BackupAndRestore", "ModelCheckpoint", "OrbaxCheckpoint")
                        if hasattr(keras.callbacks, name))
 
 
 class SynchronizeOuterCallback(keras.callbacks.Callback):
-    """Merges everything at the end of `fit`, and of an epoch when some rank has a callback of Keras that saves then.
+    """Merges everything at the end of `fit`, and of an epoch when some rank has a callback of Keras that keeps weights then.
 
-    hooks.py puts it in front of the callbacks of each `fit` on all ranks.
+    hooks.py puts it in front of the callbacks of each `fit` on all ranks. `EarlyStopping` restores weights after it:
+    exchanges begin anew with these.
     """
 
     def __init__(self, others: Sequence[Any]) -> None:
         super().__init__()
-        self._own, self._is_saved = any(isinstance(each, _SAVING) for each in others), False
+        self._restores = any(getattr(each, "restore_best_weights", False) for each in others)
+        self._keeps = self._restores or any(isinstance(each, _SAVING) for each in others)
 
     @with_errors_of_backend
     def on_train_begin(self, logs: Any = None) -> None:
-        """Agree on whether some rank saves."""
+        """Agree on whether some rank keeps weights, and restores them."""
         runtime = api.runtime()
-        self._is_saved = any(allgather_object(runtime, self._own, runtime.names.unnamed("keras", "outer.saves")))
+        everywhere = allgather_object(runtime, (self._keeps, self._restores), runtime.names.unnamed("outer", "fit"))
+        self._keeps, self._restores = (any(flags) for flags in zip(*everywhere, strict=True))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Merge, if somebody saves now."""
-        if self._is_saved:
-            self.on_train_end()
+        """Merge, if somebody keeps the weights."""
+        for optimizer in outers_of(self.model) if self._keeps else ():
+            optimizer.synchronize_outer(self.model)
 
     def on_train_end(self, logs: Any = None) -> None:
         """Merge."""
-        optimizer = outer_in(self.model.optimizer)
-        if optimizer is not None:
+        for optimizer in outers_of(self.model):
             optimizer.synchronize_outer(self.model)
+            if self._restores:
+                optimizer.hvdlite_exchanges.restart(None)

@@ -138,19 +138,19 @@ class WithOuter(Distributed):
             self._outer.synchronize()
         buffers = {id(each): each for module in modules for each in module.buffers()} if self.workers else {}
         kept = self._different([each for each in buffers.values() if each.is_floating_point() or each.is_complex()])
-        handles = [allreduce_async_(each, name=f"{self._outer_label}.buffer.{index}", op=ReduceOp.AVERAGE)
+        handles = [allreduce_async_(each, name=f"{self._outer_label}.synchronize_outer.{index}", op=ReduceOp.AVERAGE)
                    for index, each in enumerate(kept)]
         for handle in handles:
             handle.wait()
         broadcast_tensors(self._runtime, [each for each in buffers.values() if not each.is_floating_point()
-                                          and not each.is_complex()], 0, f"{self._outer_label}.counts")
+                                          and not each.is_complex()], 0, f"{self._outer_label}.synchronize_outer.counts")
 
     def _different(self, buffers: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return those that are not bitwise equal on all ranks: a sum of the others may overflow, as that of a mask."""
         if not buffers:
             return []
         digests = objects.allgather_object(self._runtime, [digest(on_host(each, "a buffer")) for each in buffers],
-                                           f"{self._outer_label}.buffers")
+                                           f"{self._outer_label}.synchronize_outer.buffers")
         return [each for each, found in zip(buffers, zip(*digests, strict=True), strict=True) if len(set(found)) > 1]
 
     def global_weights(self) -> dict[str, torch.Tensor]:

@@ -20,6 +20,7 @@ import numpy as np
 
 from hvdlite import api
 from hvdlite.core.array import Array
+from hvdlite.core.errors import MismatchError
 from hvdlite.core.types import Collective
 from hvdlite.groups.call import Call
 from hvdlite.groups.group import Group
@@ -158,5 +159,8 @@ class Round:
 
 
 def _check(call: Call) -> None:
+    if isinstance(call.error, MismatchError):
+        raise MismatchError(f"{call.error}. Here ranks have made different numbers of steps, or not all of them have called "
+                            "synchronize_outer()")
     if call.error is not None:
         raise call.error.with_traceback(None)

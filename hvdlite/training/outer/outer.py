@@ -34,7 +34,8 @@ from hvdlite.training.replicas import check_replicas
 _log = logging.getLogger("hvdlite")
 
 _ADVICE = ("Global weights have to be equal on all ranks when training begins, and when a checkpoint is loaded: call "
-           "broadcast_parameters before the first step, and load checkpoints of the same step")
+           "broadcast_parameters (Keras: broadcast_variables, BroadcastGlobalVariablesCallback) before the first step, and "
+           "load checkpoints of the same step")
 
 
 class LocalWeights(Protocol):

@@ -149,6 +149,33 @@ def fits(directory: str) -> None:
     before = trained(module)
     module.optimizer.synchronize_outer(module)
     assert same(before, trained(module))
+    stop = keras.callbacks.EarlyStopping("loss", min_delta=9.0, patience=3, restore_best_weights=True)
+    module.fit(*data(2, hvd.rank(), batches=5), batch_size=4, epochs=3, verbose=0,
+               callbacks=[hvd.callbacks.MetricAverageCallback(), stop])
+    restored = trained(module)
+    assert stop.best_epoch == 0 and are_equal_everywhere(restored)
+    assert same(restored, [*module.optimizer.global_weights().values()])
+    module.optimizer.synchronize_outer(module)
+    assert same(restored, trained(module))
+    if BACKEND == "torch":
+        has_optimizer_in_attribute()
+
+
+def has_optimizer_in_attribute() -> None:
+    """As a GAN's are: `fit` merges, too."""
+    class Own(keras.Model):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.module, self.own = model(), hvd.DistributedOptimizer(adam(), outer=hvd.DiLoCo(6, workers="rank"))
+            self.built = True
+
+        def train_step(self, given: Any) -> dict[str, Any]:
+            _torch_step(self.module, self.own)(*given)
+            return {"loss": keras.ops.zeros(())}
+    whole = Own()
+    whole.compile(None)
+    whole.fit(*data(0, hvd.rank(), batches=5), batch_size=4, verbose=0)
+    assert int(whole.own.iterations) == 5 and are_equal_everywhere(trained(whole.module))
 
 
 def accumulates(_: str) -> None:
@@ -203,9 +230,9 @@ def _torch_step(module: Any, optimizer: Any) -> Callable[[Any, Any], None]:
 
     def step(x: Any, y: Any) -> None:
         module.zero_grad()
-        ((module(x) - torch.from_numpy(y)) ** 2).mean().backward()
+        ((module(x) - torch.as_tensor(y)) ** 2).mean().backward()
         optimizer.apply([each.value.grad for each in module.trainable_variables], module.trainable_variables)
-    return step
+    return torch.compile(step, backend="eager")  # type: ignore[no-any-return]
 
 
 def _jax_step(module: Any, optimizer: Any) -> Callable[[Any, Any], None]:
@@ -276,6 +303,11 @@ def resumes(directory: str) -> None:
         if hasattr(optimizer, "hvdlite_exchanges"):
             assert optimizer.hvdlite_exchanges.saved()["step"] == STEPS - 1
         train(found, range(STEPS, STEPS + 8))
+    module.save(f"{directory}-{hvd.rank()}.keras")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        hvd.load_model(f"{directory}-{hvd.rank()}.keras")
+    assert any("was saved with outer=" in str(each.message) for each in found), found
     copied = copy.deepcopy(module.optimizer)
     assert isinstance(copied, keras.optimizers.Adam) and not hasattr(copied, "synchronize_outer")
 
@@ -313,7 +345,7 @@ def refuses(_: str) -> None:
     optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), outer=outer)
     own[0].assign(values(own)[0] + hvd.rank())
     told = error(in_step, lambda: optimizer.apply([keras.ops.ones(each.shape) for each in own[:1]], own[:1]))
-    assert "replicas differ in '0 (" in told and "broadcast_parameters" in told, told
+    assert "replicas differ in '0 (" in told and "Keras: broadcast_variables" in told, told
 
 
 def error(kind: type[BaseException], act: Callable[[], object]) -> str:
