@@ -361,7 +361,7 @@ def _wrap(optimizer: Any, settings: _Settings, when_used: bool = False) -> Any:
         state = _State(create_step_reducer(**settings.arguments))
         object.__setattr__(optimizer, "_hvdlite_own_state", state)
     object.__setattr__(optimizer, "__class__", type(base.__name__, (kind, base), fields))
-    if settings.exchanges is not None and keras.backend.backend() == "torch":
+    if (settings.exchanges is not None or optimizer.gradient_accumulation_steps) and keras.backend.backend() == "torch":
         from hvdlite_torch.uncompiled import leave_to_python
         leave_to_python(kind.apply)
         object.__setattr__(optimizer, "apply", optimizer.apply)  # torch.compile looks in the class that `__class__` names
