@@ -185,7 +185,7 @@ class _Weight:
 
     def set(self, weight: float) -> None:
         """Multiply the gradients of later backward passes, and those that the script sets itself."""
-        if weight != self._weight.weight:
+        if weight != self._weight.weight or self._weight.is_outdated:
             self._weight.set(weight, self._parameters)
 
     def end(self) -> None:

@@ -242,3 +242,16 @@ def test_the_batch_grows_with_the_world(tmp_path: Path) -> None:
     assert max(len(rows) for _, *rows in told["ledger"]) == 8
     for epoch in range(told["ledger"][-1][0]):
         assert sorted(samples(told["ledger"], epoch)) == list(range(SAMPLES))
+
+
+def test_gradients_have_their_weight_after_a_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch gives a cast parameter another node, and equal weights are not set again."""
+    monkeypatch.setattr(api, "runtime", lambda: None)
+    model = torch.nn.Linear(2, 1, bias=False)
+    weight = body_loader._Weight(SimpleNamespace(_handlers={"model": SimpleNamespace(value=model)}))  # type: ignore[arg-type]
+    for cast in (model.float, model.double, model.float):
+        cast()
+        model.zero_grad()
+        weight.set(0.5)
+        model(torch.ones(1, 2, dtype=model.weight.dtype)).sum().backward()
+        assert model.weight.grad is not None and model.weight.grad.tolist() == [[0.5, 0.5]]
