@@ -65,8 +65,7 @@ class ProcessProbe:
         if pid is None:
             return ""
         with contextlib.suppress(OSError, IndexError):
-            with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
-                code = file.read().rpartition(")")[2].split()[0]
+            code = _state_code(pid)
             return f"its process {pid} is " + STATES.get(code, f"in state {code}").format(pid=pid)
         return f"its process {pid} cannot be seen"
 
@@ -76,7 +75,9 @@ class ProcessProbe:
         descriptor, number = self._stack_dumps.get(rank, NO_STACK_DUMP)
         if pid is None or not number:
             return ""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, IndexError):
+            if _state_code(pid) in "Tt":  # it would write when it goes on, of threads that run: that can crash it
+                return ""
             path = f"/proc/{pid}/fd/{descriptor}"
             if not _catches(pid, number) or not os.readlink(path).startswith(f"/memfd:{_FILE_NAME}"):
                 return ""  # the signal would end the process, or another process has got the rank's id since
@@ -100,6 +101,11 @@ def enable_stack_dump(number: int) -> StackDumpTarget:
         return NO_STACK_DUMP
     faulthandler.register(number, file=descriptor, all_threads=True)
     return StackDumpTarget(descriptor, number)
+
+
+def _state_code(pid: int) -> str:
+    with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+        return file.read().rpartition(")")[2].split()[0]
 
 
 def _catches(pid: int, number: int) -> bool:
